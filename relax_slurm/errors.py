@@ -14,6 +14,7 @@
     └── RequestError                    answered over HTTP
         ├── BadRequest         400
         ├── Unauthorized       401
+        ├── Forbidden          403
         ├── NotFound           404
         ├── BodyTooLarge       413
         ├── UpstreamFailed     502
@@ -128,6 +129,12 @@ class Unauthorized(RequestError):
     """No bearer token, or not the right one."""
 
     http_status, code = 401, "unauthorized"
+
+
+class Forbidden(RequestError):
+    """The route exists, for its owner only."""
+
+    http_status, code = 403, "forbidden"
 
 
 class NotFound(RequestError):

@@ -98,7 +98,8 @@ class ComponentPlan:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPorts:
-    """Offsets into the node's port block; the block's start is chosen on the node (docs/protocol.md, Ports)."""
+    """Offsets into the node's port block; the block's start is chosen on the node (docs/protocol.md,
+    Ports)."""
 
     guard: int
     """The admission guard: the only port that is published."""
@@ -136,6 +137,20 @@ class ReplicaPlan:
     bundles: tuple[int, ...]
     """Bundle indexes in the pool."""
     workers: tuple[WorkerPlan, ...]
+    """One per node, rank 0 (the head) first; empty for a placeholder."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """Engines of one kind inside a model: replicas `first_replica` to `first_replica + replicas - 1`."""
+
+    worker_type: WorkerType
+    gpus: int
+    gpus_per_engine: int
+    first_replica: int
+    replicas: int
+    engine_args: dict[str, Any]
+    """SGLang arguments of these engines: the model's, with the group's on top."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +166,14 @@ class ModelPlan:
     gpus_per_engine: int
     engine_args: dict[str, Any]
     replicas: tuple[ReplicaPlan, ...]
+    groups: tuple[GroupPlan, ...] = ()
+
+    def engine_args_of(self, replica: ReplicaPlan) -> dict[str, Any]:
+        """SGLang arguments of one replica: those of its group."""
+        for group in self.groups:
+            if group.first_replica <= replica.index < group.first_replica + group.replicas:
+                return group.engine_args
+        return self.engine_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +193,8 @@ class RolePlan:
     aliases: dict[str, str]
     policy: str
     models: tuple[ModelPlan, ...]
+    offload: bool = False
+    """Whether its engines run with the memory saver, so that they can give their memory back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +218,8 @@ class PortWindow:
 
 @dataclass(frozen=True, slots=True)
 class InferencePlacementPlan:
-    """The whole plan. `placement.plan()` makes it, `to_json`/`from_json` in `core.placement_json` carry it."""
+    """The whole plan. `placement.plan()` makes it, `to_json`/`from_json` in `core.placement_json` carry
+    it."""
 
     version: int
     run: str

@@ -1,0 +1,107 @@
+"""What all verbs share: how an error looks, where a run is found, and how its coordinator is asked."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+from relax_slurm.control.run_dir import RunDir, find, runs_root
+from relax_slurm.errors import BindingMismatch, RelaxError, Unavailable
+from relax_slurm.slurm.job import JobRef
+
+MAX_ROWS = 8
+_COLUMNS = ("node", "gpu", "source", "seen", "wanted", "problem")
+
+
+def say_error(error: RelaxError, *, as_json: bool) -> None:
+    """One sentence on stderr (and the table of a binding mismatch); with --json the error document on stdout."""
+    print(f"error: {error.message}", file=sys.stderr)
+    rows = error.detail.get("rows")
+    if isinstance(error, BindingMismatch) or rows:
+        print(table(list(rows or []), _COLUMNS), file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": error.as_json(), "exit_code": error.exit_code}, indent=2))
+
+
+def table(rows: list[dict[str, str]], columns: tuple[str, ...], limit: int = MAX_ROWS) -> str:
+    """Rows as aligned text; what is over the limit is counted."""
+    shown = rows[:limit]
+    widths = {name: max([len(name), *(len(str(row.get(name, ""))) for row in shown)]) for name in columns}
+    lines = ["  ".join(name.ljust(widths[name]) for name in columns).rstrip()]
+    lines += ["  ".join(str(row.get(name, "")).ljust(widths[name]) for name in columns).rstrip() for row in shown]
+    if len(rows) > limit:
+        lines.append(f"… and {len(rows) - limit} more rows (--json has them)")
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    """RUN, which defaults to the newest run of this user."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="name of a run (default: the newest)")
+    parser.add_argument("--runs-root", default=None, help="folder of all runs (default: ~/.relax_slurm/runs)")
+
+
+def the_run(args: argparse.Namespace) -> RunDir:
+    """The run that the arguments mean."""
+    return find(runs_root(args.runs_root, os.environ), args.run)
+
+
+def job_of(run_dir: RunDir) -> tuple[str, JobRef] | None:
+    """Backend kind and job of an attempt; None when it was never submitted."""
+    body = run_dir.read("job.json")
+    return None if body is None else (str(body["backend"]), JobRef(body["job_id"], body.get("cluster")))
+
+
+def ask(run_dir: RunDir, kind: str, *, timeout_seconds: float = 5.0, **fields: Any) -> dict[str, Any]:
+    """One request to the run's coordinator; `Unavailable` when there is nobody."""
+    from relax_slurm.wire.client import ControlClient
+    from relax_slurm.wire.keys import credentials
+    from relax_slurm.wire.messages import PeerKind
+
+    endpoint = run_dir.read("endpoint.json")
+    if endpoint is None:
+        raise Unavailable(f"run {run_dir.run!r} has no coordinator yet ({run_dir.path / 'endpoint.json'} is missing)")
+
+    async def once() -> dict[str, Any]:
+        async with ControlClient(endpoint["control"], credentials(run_dir.keys, PeerKind.CLIENT)) as client:
+            return await client.request(kind, timeout_seconds=timeout_seconds, **fields)
+
+    return asyncio.run(once())
+
+
+def state_of(run_dir: RunDir, *, timeout_seconds: float = 3.0) -> dict[str, Any]:
+    """The state document; without a coordinator what the run directory and the backend say."""
+    outcome = run_dir.read("outcome.json")
+    if outcome is None:
+        try:
+            return ask(run_dir, "get_state", timeout_seconds=timeout_seconds)
+        except Unavailable as error:
+            return _from_outside(run_dir, error.message)
+    ended: dict[str, Any] = {key: outcome[key] for key in ("state", "exit_code", "reason", "error") if key in outcome}
+    return _from_outside(run_dir, "") | ended
+
+
+def _from_outside(run_dir: RunDir, note: str) -> dict[str, Any]:
+    from relax_slurm.control.backends import backend_for
+
+    job = job_of(run_dir)
+    view = backend_for(job[0]).poll(job[1]) if job is not None else None
+    endpoint = run_dir.read("endpoint.json") or {}
+    return {
+        "run": run_dir.run,
+        "attempt": run_dir.attempt,
+        "epoch": endpoint.get("epoch"),
+        "state": "UNSUBMITTED" if view is None else f"JOB_{view.state}",
+        "reason": note or (view.reason if view is not None else ""),
+        "gateway_url": endpoint.get("gateway_url"),
+        "token_file": str(run_dir.token_file),
+        "run_dir": str(run_dir.path),
+        "roles": {},
+        "leases": {},
+        "batch": {"id": None, "state": None},
+        "nodes": [],
+        "replicas": [],
+    }

@@ -1,0 +1,259 @@
+"""The typed run file. Every section is frozen and knows no keys but its own; `load.load()` makes one from
+YAML.
+
+Shape only: whether the roles fit the GPUs is `core.placement`'s business. Sections about the site are in
+`config.site`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from relax_slurm.config.base import Count, Directive, Name, PathText, Section, Text
+from relax_slurm.config.engine_args import normalise
+from relax_slurm.config.site import (
+    ControlConfig,
+    EngineConfig,
+    GatewayConfig,
+    HeadConfig,
+    LocalConfig,
+    PortsConfig,
+    SimConfig,
+    SlurmConfig,
+)
+
+RoleName = Literal["rollout", "genrm", "teacher"]
+TrainingComponent = Literal["actor", "critic", "reference", "actor_fwd"]
+ROLE_ORDER: tuple[RoleName, ...] = ("rollout", "genrm", "teacher")
+"""Order of the running cursor in a split layout and of the phases in a deferred one."""
+
+
+class PoolConfig(Section):
+    """GPUs of one kind of node."""
+
+    nodes: Count
+    """Number of nodes."""
+    gpus_per_node: Annotated[int, Field(ge=1, le=64)]
+    """GPUs taken on each node."""
+    gpu_type: Directive | None = None
+    """GPU type as Slurm spells it, such as `h100`."""
+    partition: Directive | None = None
+    """Partition of this pool; null takes `slurm.partition`."""
+    cpus_per_node: Count | None = None
+    """CPUs taken on each node; null leaves it to Slurm."""
+    mem: Directive | None = None
+    """Memory per node in Slurm's form, such as `64G`; null leaves it out."""
+
+
+class GroupConfig(Section):
+    """Engines of one kind inside a model; needed only for prefill/decode disaggregation and for
+    placeholders."""
+
+    worker_type: Literal["regular", "prefill", "decode", "placeholder"] = "regular"
+    """What the engines of the group do. A placeholder holds its bundles and starts nothing."""
+    gpus: Count
+    """GPU budget of the group."""
+    gpus_per_engine: Count | None = None
+    """GPUs of one engine; null takes the model's."""
+    engine_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """SGLang arguments of this group, on top of the model's."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _engine_args(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        return normalise(value)
+
+
+class ModelConfig(Section):
+    """One model of a role."""
+
+    model_path: Text
+    """What SGLang loads: a folder or a hub name."""
+    served_model_name: Text | None = None
+    """Name the engine answers to; null takes the logical model name, so that no path is published."""
+    gpus: Count | None = None
+    """GPU budget. May be left out with one model, and by all models of a teacher, which then share evenly."""
+    gpus_per_engine: Count | None = None
+    """GPUs of one engine; null takes tp_size x pp_size of `engine_args`."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Groups of engines; empty means one regular group."""
+    route_mode: Literal["DIRECT", "SGLANG_ROUTER"] | None = None
+    """How requests reach the model; null means DIRECT, or SGLANG_ROUTER with prefill and decode groups."""
+    weight_source: Literal["STATIC", "ACTOR", "DCS"] | None = None
+    """Where weights come from; null means ACTOR for rollout and STATIC for the others, which take nothing
+    else."""
+    engine_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """SGLang arguments, passed untouched. `tp_size`, `tp-size` and `--tp-size` are the same key."""
+    external: tuple[Text, ...] = ()
+    """Head URLs of engines that somebody else runs. Such a model takes no GPUs here."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _engine_args(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        return normalise(value)
+
+    @field_validator("external")
+    @classmethod
+    def _external(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            try:
+                parts = urlsplit(url)
+                bad = not (parts.scheme in {"http", "https"} and parts.hostname)
+                bad = bad or bool(parts.username or parts.password or parts.query or parts.fragment)
+            except ValueError:
+                bad = True
+            if bad:
+                raise ValueError("has an entry that is not a bare http(s)://HOST[:PORT]; remove credentials and query")
+        return value
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> ModelConfig:
+        if self.external and (self.gpus or self.gpus_per_engine or self.groups or self.engine_args):
+            raise ValueError("names external engines and also gpus, gpus_per_engine, groups or engine_args; keep one")
+        return self
+
+
+class RoutingConfig(Section):
+    """How a request of the role finds its model."""
+
+    default_model: Name | None = None
+    """Model of requests that name none; null is the only model, or the first one."""
+    route_key_map: dict[str, Name] = Field(default_factory=dict)
+    """Route key (for instance a data source) to model."""
+    aliases: dict[str, Name] = Field(default_factory=dict)
+    """Further names of models. An alias may not hide a model."""
+    policy: Literal["round_robin", "affinity"] = "round_robin"
+    """`affinity` makes the affinity key of a request mandatory."""
+
+
+class RoleConfig(Section):
+    """One inference role."""
+
+    pool: Name
+    """Pool whose bundles the role uses."""
+    models: dict[Name, ModelConfig]
+    """Models by logical name."""
+    gpus: Count | None = None
+    """GPU budget of the role; null is the sum of its models' budgets."""
+    offset: Annotated[int, Field(ge=0)] | None = None
+    """First bundle in the pool; null is 0, or the place after the previous role in a split layout."""
+    deferred: bool | None = None
+    """Whether the role waits for its phase; null is true for genrm and teacher under `placement: defer`."""
+    offload: bool | None = None
+    """Whether its engines can give their memory back; null is true in shared layouts and false otherwise."""
+    routing: RoutingConfig = RoutingConfig()
+    """Routing rule."""
+
+    @model_validator(mode="after")
+    def _targets(self) -> RoleConfig:
+        if not self.models:
+            raise ValueError("has no models; name at least one under models")
+        known = ", ".join(self.models)
+        targets = [("default_model", self.routing.default_model)] if self.routing.default_model else []
+        targets += [(f"route_key_map.{key}", model) for key, model in self.routing.route_key_map.items()]
+        targets += [(f"aliases.{key}", model) for key, model in self.routing.aliases.items()]
+        for key, model in targets:
+            if key in {"route_key_map.", "aliases."}:
+                raise ValueError(f"has an empty key in routing.{key[:-1]}; name it")
+            if model not in self.models:
+                raise ValueError(f"has routing.{key}: '{model}', which is not one of its models ({known})")
+        for alias in self.routing.aliases:
+            if alias in self.models:
+                raise ValueError(f"has the alias '{alias}', which hides a model of that name; rename it")
+        return self
+
+
+class TrainingConfig(Section):
+    """GPUs that training itself uses. Split and deferred layouts share them and therefore need this
+    section."""
+
+    pool: Name
+    """Pool of the actor."""
+    gpus: Count
+    """GPU budget of training."""
+    components: dict[TrainingComponent, Count] = Field(default_factory=dict)
+    """GPU budget per training component; empty means the actor takes all."""
+    offload: bool = True
+    """Whether training can give its memory back between steps."""
+
+
+class RunConfig(Section):
+    """Top-level keys. `name`, `placement`, `pools` and `roles` are needed."""
+
+    name: Name
+    """Name of the run, its folder and its job."""
+    placement: Literal["decoupled", "split", "defer"]
+    """How the inference roles share GPUs."""
+    pools: dict[Name, PoolConfig]
+    """Pools by name."""
+    roles: dict[RoleName, RoleConfig]
+    """Inference roles: rollout, genrm, teacher."""
+    job_shape: Literal["auto", "het", "single"] = "auto"
+    """One component per pool (`het`) or one homogeneous job (`single`). `auto` takes `single` when all
+    pools ask for
+    the same kind of node and there is no head component."""
+    engine: EngineConfig = EngineConfig()
+    """The program behind every replica."""
+    head: HeadConfig | None = None
+    """CPU-only head component; null shares the first GPU node."""
+    training: TrainingConfig | None = None
+    """GPUs of training."""
+    slurm: SlurmConfig = SlurmConfig()
+    """How the job is asked for."""
+    gateway: GatewayConfig = GatewayConfig()
+    """The HTTP gateway."""
+    control: ControlConfig = ControlConfig()
+    """Times of the control plane."""
+    ports: PortsConfig = PortsConfig()
+    """Ports of the engines."""
+    local: LocalConfig = LocalConfig()
+    """Pretences of the local backend's nodes."""
+    cluster: Text | None = None
+    """Path of a cluster file with site settings, relative to the run file."""
+    runs_root: PathText | None = None
+    """Folder of all runs on the shared file system; null is `~/.relax_slurm/runs`."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> RunConfig:
+        if not self.pools:
+            raise ValueError("has no pools; name at least one under pools")
+        if not self.roles:
+            raise ValueError("has no roles; name at least one of rollout, genrm, teacher under roles")
+        for name, role in self.roles.items():
+            for model, entry in role.models.items():
+                if name != "rollout" and entry.weight_source not in {None, "STATIC"}:
+                    raise ValueError(
+                        f"has roles.{name}.models.{model}.weight_source: {entry.weight_source}; "
+                        f"a {name} never takes new weights, so it must be STATIC"
+                    )
+        return self
+
+    def resolved_json(self) -> str:
+        """The whole config, defaults filled in, as JSON text; `load.from_resolved()` reads it back
+        unchanged."""
+        return self.model_dump_json(indent=2) + "\n"
+
+
+__all__ = [
+    "ROLE_ORDER",
+    "ControlConfig",
+    "EngineConfig",
+    "GatewayConfig",
+    "GroupConfig",
+    "HeadConfig",
+    "LocalConfig",
+    "ModelConfig",
+    "PoolConfig",
+    "PortsConfig",
+    "RoleConfig",
+    "RoleName",
+    "RoutingConfig",
+    "RunConfig",
+    "SimConfig",
+    "SlurmConfig",
+    "TrainingComponent",
+    "TrainingConfig",
+]

@@ -1,0 +1,139 @@
+"""Start of the gateway process: discovery by subscription behind `gateway.app.Gateway`.
+
+`python -m relax_slurm.control.gateway_process --run-dir DIR`. It tells the coordinator where it listens, and tells it again
+whenever the coordinator is a new one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from relax_slurm.config.load import from_resolved
+from relax_slurm.config.models import RunConfig
+from relax_slurm.control import logs
+from relax_slurm.control.allocation import FILE, Allocation
+from relax_slurm.control.head import head_ports
+from relax_slurm.control.run_dir import RunDir
+from relax_slurm.core.placement_json import from_json
+from relax_slurm.core.plan import InferencePlacementPlan
+from relax_slurm.errors import RelaxError, StartupFailed
+from relax_slurm.forward.upstream import Upstream
+from relax_slurm.gateway.app import Gateway
+from relax_slurm.gateway.settings import GatewaySettings
+from relax_slurm.wire.client import ControlClient
+from relax_slurm.wire.keys import credentials
+from relax_slurm.wire.messages import PeerKind
+from relax_slurm.wire.parent import end_with_parent
+from relax_slurm.wire.subscriber import DiscoverySubscriber
+
+log = logging.getLogger(__name__)
+STOP_SECONDS = 5.0
+REGISTER_SECONDS = 1.0
+
+
+async def serve(run_dir: RunDir) -> int:
+    """The whole life of a gateway; answers its exit code."""
+    config = from_resolved((run_dir.path / "config.json").read_text())
+    plan = from_json((run_dir.path / "plan.json").read_text())
+    allocation = Allocation.model_validate_json((run_dir.path / FILE).read_text())
+    endpoint = run_dir.read("endpoint.json")
+    if endpoint is None:
+        raise StartupFailed(f"{run_dir.path / 'endpoint.json'} is missing; the coordinator writes it first")
+    keys = credentials(run_dir.keys, PeerKind.CLIENT)
+    subscriber = DiscoverySubscriber(
+        endpoint["control"],
+        endpoint["discovery"],
+        keys,
+        [role.role for role in plan.roles],
+        staleness_seconds=config.gateway.staleness_seconds,
+    )
+    subscriber.start()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    gateway, url = await _listen(run_dir, config, plan, allocation.head_address, subscriber)
+    log.info("gateway listens on %s", url)
+    register = asyncio.create_task(_register(endpoint["control"], keys, url))
+    try:
+        await stop.wait()
+    finally:
+        register.cancel()
+        await asyncio.gather(register, return_exceptions=True)
+        await gateway.stop(STOP_SECONDS)
+        await subscriber.close()
+    return 0
+
+
+async def _listen(
+    run_dir: RunDir, config: RunConfig, plan: InferencePlacementPlan, head: str, subscriber: DiscoverySubscriber
+) -> tuple[Gateway, str]:
+    """A gateway on the configured port, on the one an earlier gateway of this run had, or on a free one."""
+    wanted = config.gateway
+    host = wanted.host or head
+    earlier = run_dir.read("endpoint.json") or {}
+    before = str(earlier.get("gateway_url") or "").rpartition(":")[2]
+    if wanted.port is not None:
+        ports = [wanted.port]
+    else:
+        ports = head_ports(plan.ports.first, plan.ports.last, [int(before)] if before.isdigit() else [])
+    for port in ports:
+        settings = GatewaySettings(
+            host=host,
+            port=port,
+            token=run_dir.token_file.read_text().strip() if wanted.token else None,
+            engine_key=run_dir.engine_key_file.read_text().strip(),
+            roles=tuple(role.role for role in plan.roles),
+            max_body_bytes=int(wanted.max_body_mb * (1 << 20)),
+            deadline_seconds=wanted.deadline_seconds,
+            staleness_seconds=wanted.staleness_seconds,
+        )
+        gateway = Gateway(subscriber, Upstream(), settings)
+        try:
+            await gateway.start()
+        except OSError as error:
+            log.info("port %s: %s", port, error.strerror)
+            continue
+        public = head if host in {"0.0.0.0", "::"} else host
+        return gateway, f"http://[{public}]:{port}" if ":" in public else f"http://{public}:{port}"
+    raise StartupFailed(f"the gateway found no free port on {host} among {ports[0]}..{ports[-1]}; set gateway.port")
+
+
+async def _register(control: str, keys: Any, url: str) -> None:
+    """Tell every coordinator once, also one that was started again."""
+    told = ""
+    async with ControlClient(control, keys) as client:
+        while True:
+            try:
+                epoch = (await client.request("ping", timeout_seconds=5.0))["epoch"]
+                if epoch != told:
+                    told = (await client.request("gateway_up", timeout_seconds=5.0, url=url))["epoch"]
+            except RelaxError as error:
+                log.warning("not registered yet: %s", error)
+            await asyncio.sleep(REGISTER_SECONDS)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; the supervisor starts it and starts it again when it ends."""
+    parser = argparse.ArgumentParser(prog="relax_slurm.control.gateway_process")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    run_dir = RunDir(parser.parse_args(argv).run_dir)
+    logs.to_stderr("gateway")
+    end_with_parent()
+    try:
+        return uvloop.run(serve(run_dir))
+    except RelaxError as error:
+        log.error("%s", error.message)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

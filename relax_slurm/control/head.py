@@ -1,0 +1,104 @@
+"""Start of the coordinator process: read the run directory, bind the sockets, walk the run, write the outcome."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from relax_slurm.config.load import from_resolved
+from relax_slurm.control import logs
+from relax_slurm.control.allocation import FILE, Allocation
+from relax_slurm.control.coordinator import Coordinator
+from relax_slurm.control.lifecycle import walk
+from relax_slurm.wire.parent import end_with_parent
+from relax_slurm.control.run_dir import RunDir
+from relax_slurm.core.placement_json import from_json
+from relax_slurm.errors import RelaxError, StartupFailed
+from relax_slurm.wire.keys import allowed, read_pair
+from relax_slurm.wire.messages import PeerKind
+from relax_slurm.wire.server import ControlServer
+
+PROTOCOL = "RLX1"
+HEAD_PORTS = 64
+"""How many ports at the end of the window the head's sockets choose from."""
+
+
+def head_ports(first: int, last: int, preferred: Iterable[int] = ()) -> list[int]:
+    """Ports for the head's own sockets: those of an earlier start, then the window from its far end.
+
+    Sidecars take their blocks from the near end, so the two rarely meet.
+    """
+    return [*preferred, *range(last, max(first, last - HEAD_PORTS), -1)]
+
+
+async def serve(run_dir: RunDir) -> int:
+    """The whole life of a coordinator; answers its exit code."""
+    config = from_resolved((run_dir.path / "config.json").read_text())
+    plan = from_json((run_dir.path / "plan.json").read_text())
+    allocation = Allocation.model_validate_json((run_dir.path / FILE).read_text())
+    with run_dir.coordinator_lock():
+        epoch = run_dir.next_epoch()
+        server = ControlServer(read_pair(run_dir.keys, PeerKind.COORDINATOR), allowed(run_dir.keys))
+        earlier = run_dir.read("endpoint.json") or {}
+        preferred = [port for port in (earlier.get("control_port"), earlier.get("discovery_port")) if port]
+        host = allocation.head_address
+        control, discovery = server.bind(host, head_ports(plan.ports.first, plan.ports.last, preferred))
+        endpoint = {
+            "protocol": PROTOCOL,
+            "epoch": epoch,
+            "control": f"tcp://{host}:{control}",
+            "control_port": control,
+            "discovery": f"tcp://{host}:{discovery}",
+            "discovery_port": discovery,
+        }
+        coordinator = Coordinator(run_dir, config, plan, allocation, server, endpoint)
+        coordinator.start()
+        loop = asyncio.get_running_loop()
+        for number, reason in ((signal.SIGTERM, "the head node was told to end"), (signal.SIGINT, "interrupted")):
+            loop.add_signal_handler(number, coordinator.request_stop, reason)
+        try:
+            outcome = await walk(coordinator)
+            run_dir.write_json("outcome.json", outcome)
+            coordinator.record("outcome", **{key: outcome[key] for key in ("state", "exit_code", "reason")})
+        finally:
+            await coordinator.close()
+    return int(outcome["exit_code"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m relax_slurm.control.head --run-dir DIR`."""
+    parser = argparse.ArgumentParser(prog="relax_slurm.control.head")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    run_dir = RunDir(parser.parse_args(argv).run_dir)
+    logs.to_stderr("coordinator")
+    end_with_parent()
+    try:
+        return uvloop.run(serve(run_dir))
+    except (RelaxError, OSError, ValueError) as error:
+        failure = error if isinstance(error, RelaxError) else StartupFailed(f"coordinator: {error}")
+        run_dir.write_json("outcome.json", failed_outcome(run_dir, failure))
+        return failure.exit_code
+
+
+def failed_outcome(run_dir: RunDir, error: RelaxError) -> dict[str, Any]:
+    """The outcome of a run that did not get as far as having one."""
+    return {
+        "run": run_dir.run,
+        "attempt": run_dir.attempt,
+        "state": "FAILED",
+        "exit_code": error.exit_code,
+        "reason": "",
+        "unproven": [],
+        "error": error.as_json(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""The run directory: where the pieces of a run find each other (docs/operations.md, Run directory).
+
+`<runs root>/<run>/attempt_N/{config.json, plan.json, job.sbatch, endpoint.json, keys/, journal/, logs/, events.jsonl, …}` with a
+`latest` link beside the attempts. Everything is 0700 / 0600; every file that another process reads is written
+atomically.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from relax_slurm.errors import ConfigError, StartupFailed
+
+ATTEMPT_PREFIX = "attempt_"
+
+
+def runs_root(configured: str | None, environ: Mapping[str, str]) -> Path:
+    """Folder that holds all runs: the run file's `runs_root`, RELAX_RUNS_ROOT, or ~/.relax_slurm/runs."""
+    chosen = configured or environ.get("RELAX_RUNS_ROOT") or "~/.relax_slurm/runs"
+    return Path(chosen).expanduser().absolute()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old text or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file; None while the file does not exist. A shared file system may answer stale once."""
+    for attempt in range(3):
+        try:
+            value = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            if attempt == 2:
+                raise StartupFailed(f"cannot read {path}: {error}") from None
+            continue
+        if not isinstance(value, dict):
+            raise StartupFailed(f"{path} holds {type(value).__name__}, wanted a JSON object")
+        return value
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """One attempt of one run."""
+
+    path: Path
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self.path.parent.name
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt, from 1."""
+        return int(self.path.name.removeprefix(ATTEMPT_PREFIX))
+
+    @property
+    def mark(self) -> str:
+        """Short mark of this attempt's folder, unique on the file system."""
+        return sha256(str(self.path).encode()).hexdigest()[:10]
+
+    @property
+    def tag(self) -> str:
+        """What every process of this attempt carries in its environment, so that orphans can be told apart."""
+        return f"{self.run}/{self.attempt}@{self.path}"
+
+    @property
+    def keys(self) -> Path:
+        """CURVE key files."""
+        return self.path / "keys"
+
+    @property
+    def logs(self) -> Path:
+        """One log file per process."""
+        return self.path / "logs"
+
+    @property
+    def token_file(self) -> Path:
+        """Bearer token of the gateway."""
+        return self.path / "token"
+
+    @property
+    def engine_key_file(self) -> Path:
+        """Bearer key that admission guards ask of the gateway and of direct clients."""
+        return self.keys / "engine.token"
+
+    @property
+    def ledger(self) -> Path:
+        """Where simulated engines account for the memory of their cards; one folder for all attempts."""
+        return self.path.parent / "ledger"
+
+    @classmethod
+    def create(cls, root: Path, run: str) -> RunDir:
+        """Make the next attempt of `run`, private to this user, with keys' and logs' folders."""
+        parent = root / run
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if parent.stat().st_uid != os.getuid():
+            raise ConfigError(f"run folder {parent} belongs to another user; choose another name or runs_root")
+        parent.chmod(0o700)
+        number = 1 + max(_attempts(parent), default=0)
+        while True:
+            path = parent / f"{ATTEMPT_PREFIX}{number}"
+            try:
+                path.mkdir(mode=0o700)
+                break
+            except FileExistsError:  # another launch of the same name took it
+                number += 1
+        for name in ("keys", "logs", "journal"):
+            (path / name).mkdir(mode=0o700)
+        (parent / "ledger").mkdir(mode=0o700, exist_ok=True)
+        link = parent / f".latest.{os.getpid()}"
+        link.symlink_to(path.name)
+        link.replace(parent / "latest")
+        return cls(path)
+
+    def next_attempt(self) -> RunDir:
+        """A new attempt with this one's config, plan and secrets: what a requeued job runs in."""
+        fresh = RunDir.create(self.path.parent.parent, self.run)
+        for name in ("config.json", "plan.json", "job.sbatch", "job.json", "token"):
+            if (self.path / name).exists():
+                write_atomically(fresh.path / name, (self.path / name).read_text())
+        for key in self.keys.iterdir():
+            write_atomically(fresh.keys / key.name, key.read_text())
+        return fresh
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """One of the attempt's JSON files, atomically."""
+        write_atomically(self.path / name, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+    def write_secret(self, path: Path) -> str:
+        """A random URL-safe secret, kept when it already exists."""
+        if not path.exists():
+            write_atomically(path, secrets.token_urlsafe(32) + "\n")
+        return path.read_text().strip()
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """One of the attempt's JSON files, or None."""
+        return read_json(self.path / name)
+
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        """One line in events.jsonl; a single short write, so lines of several processes do not mix."""
+        line = json.dumps({"time": round(time.time(), 3), **event}, sort_keys=True) + "\n"
+        descriptor = os.open(self.path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+    def next_epoch(self) -> str:
+        """A new epoch, higher than every earlier one of this run (docs/protocol.md, Epoch)."""
+        counter = self.path.parent / "epoch"
+        with FileLock(str(counter) + ".lock", timeout=30):
+            last = int(counter.read_text()) if counter.exists() else 0
+            write_atomically(counter, f"{last + 1}\n")
+        return f"{last + 1:06d}-{secrets.token_hex(3)}"
+
+    def coordinator_lock(self) -> FileLock:
+        """Taken by the coordinator for its lifetime: a convenience; the epoch is the safety."""
+        lock = FileLock(str(self.path / "coordinator.lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise StartupFailed(
+                f"another coordinator of run {self.run!r} holds {lock.lock_file}; stop it or use `relax-slurm status`"
+            ) from None
+        return lock
+
+
+def _attempts(parent: Path) -> list[int]:
+    names = (entry.name.removeprefix(ATTEMPT_PREFIX) for entry in parent.glob(f"{ATTEMPT_PREFIX}*"))
+    return [int(name) for name in names if name.isdigit()]
+
+
+def find(root: Path, run: str | None) -> RunDir:
+    """The newest attempt of `run`, or of the newest run of this user. A path to an attempt is accepted too."""
+    if run and "/" in run:
+        path = Path(run).absolute()
+        if not (path / "plan.json").exists():
+            raise ConfigError(f"{path} is no run directory (it has no plan.json)")
+        return RunDir(path)
+    if run:
+        latest = root / run / "latest"
+        if not latest.exists():
+            known = ", ".join(sorted(entry.parent.name for entry in root.glob("*/latest"))) or "none"
+            raise ConfigError(f"no run called {run!r} under {root}; known runs: {known}")
+        return RunDir(latest.resolve())
+    newest = max(root.glob(f"*/{ATTEMPT_PREFIX}*/plan.json"), key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        raise ConfigError(f"no run of this user under {root}; start one with `relax-slurm launch CONFIG`")
+    return RunDir(newest.parent)

@@ -1,0 +1,136 @@
+"""What the supervisor has to know about where it runs, and the Slurm answer to it.
+
+Every Slurm command has a time limit, and one that fails means *unknown*: a fact that could not be had is left out, and
+the binding says that it cannot verify.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from relax_slurm.config.models import RunConfig
+from relax_slurm.control.allocation import Allocation
+from relax_slurm.control.run_dir import RunDir
+from relax_slurm.control.steps import SlurmSteps, StepRunner
+from relax_slurm.core.binding import Backend
+from relax_slurm.core.evidence import Proctrack
+from relax_slurm.core.plan import InferencePlacementPlan
+from relax_slurm.errors import StartupFailed
+from relax_slurm.slurm.command import Done, run_async
+from relax_slurm.slurm.environment import JobEnvironment, read_job
+from relax_slurm.slurm.scontrol import parse_config, parse_jobs, show_config, show_job
+from relax_slurm.wire.host import boot_id, interface_addresses, net_ns
+
+LOOPBACK = "127.0.0.1"
+_DOWN = re.compile(r"State=\S*(DOWN|NOT_RESPONDING|FAIL|\*)")
+
+
+class Site(Protocol):
+    """Where a run's nodes are and how their steps are started."""
+
+    absent: frozenset[str]
+    """Nodes that never start (a pretence of the local backend)."""
+
+    async def allocate(self) -> Allocation:
+        """Find out everything about the allocation; `StartupFailed` when it is not the planned one."""
+        ...
+
+    def runner(self, environ: Mapping[str, str], command: Sequence[str]) -> StepRunner:
+        """What starts and ends the nodes' steps."""
+        ...
+
+    async def node_answers(self, node: str) -> bool:
+        """Whether the node itself, and not only the books, says that its step is over."""
+        ...
+
+
+def gpu_components(plan: InferencePlacementPlan) -> tuple[int, ...]:
+    """Components whose nodes carry a sidecar: all but a CPU-only head component."""
+    return tuple(component.index for component in plan.components if component.index != plan.head_component)
+
+
+class SlurmSite:
+    """The allocation that this process runs in."""
+
+    def __init__(
+        self, run_dir: RunDir, config: RunConfig, plan: InferencePlacementPlan, environ: Mapping[str, str]
+    ) -> None:
+        self.absent: frozenset[str] = frozenset()
+        self._run_dir, self._config, self._plan, self._environ = run_dir, config, plan, environ
+        self._job: JobEnvironment | None = None
+
+    async def allocate(self) -> Allocation:
+        """See `Site.allocate`."""
+        job = self._job = read_job(self._environ)
+        wanted = [component.nodes for component in self._plan.components]
+        seen = [len(names) for names in job.nodes]
+        if seen != wanted:
+            raise StartupFailed(
+                f"job {job.job_id} has components of {seen} nodes, the plan wants {wanted}; "
+                f"launch again, or borrow an allocation of that shape"
+            )
+        here = self._environ.get("SLURMD_NODENAME") or job.nodes[0][0]
+        jobs, settings, nodes = await asyncio.gather(
+            self._ask(show_job(job.job_id)),
+            self._ask(show_config()),
+            self._ask(["scontrol", "show", "node", here]),
+        )
+        records = parse_jobs(jobs.out) if jobs.ok else ()
+        indexes = {
+            node: gpus for record in records for node, gpus in record.gpus.items() if gpus is not None
+        }
+        return Allocation(
+            backend=Backend.SLURM,
+            nodes=job.nodes,
+            job_ids=job.component_ids,
+            batch_host=here,
+            gpu_indexes=indexes,
+            proctrack=Proctrack.parse(parse_config(settings.out).get("ProctrackType")),
+            head_hostname=socket.gethostname(),
+            head_boot_id=boot_id(),
+            head_net_ns=net_ns(),
+            head_address=_head_address(nodes),
+            head_addresses=interface_addresses(),
+            gpu_components=gpu_components(self._plan),
+        )
+
+    def runner(self, environ: Mapping[str, str], command: Sequence[str]) -> StepRunner:
+        """See `Site.runner`."""
+        if self._job is None:
+            raise StartupFailed("the allocation has not been looked at yet; call allocate() first")
+        component_of = {name: index for index, names in enumerate(self._job.nodes) for name in names}
+        return SlurmSteps(
+            command=command,
+            environ=environ,
+            component_of=component_of,
+            component_ids=self._job.component_ids,
+            het=self._job.het,
+            extra=self._config.slurm.extra_srun,
+        )
+
+    async def node_answers(self, node: str) -> bool:
+        """See `Site.node_answers`."""
+        done = await self._ask(["scontrol", "show", "node", node])
+        return done.ok and not _DOWN.search(done.out)
+
+    async def _ask(self, argv: Sequence[str]) -> Done:
+        done = await run_async(argv, seconds=self._config.slurm.command_seconds, env=self._environ)
+        if not done.ok:
+            self._run_dir.append_event({"event": "slurm_unknown", "command": " ".join(argv), "words": done.words})
+        return done
+
+
+def _head_address(node: Done) -> str:
+    """The address of this node that the cluster itself uses (NodeAddr), else one of our interfaces."""
+    match = re.search(r"\bNodeAddr=(\S+)", node.out)
+    try:
+        if match is not None:
+            return socket.gethostbyname(match[1])
+    except OSError:
+        pass  # a name that only the controller can resolve
+    ours = [entry.address for entry in interface_addresses() if not entry.address.startswith("127.")]
+    return ours[0] if ours else LOOPBACK

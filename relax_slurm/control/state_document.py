@@ -1,0 +1,86 @@
+"""The state document: what `status --json`, `launch --json` and `top` show, made from the coordinator's state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from relax_slurm.core.discovery import to_json
+
+if TYPE_CHECKING:
+    from relax_slurm.control.coordinator import Coordinator
+
+
+def state_document(coordinator: Coordinator) -> dict[str, Any]:
+    """One JSON-able document; the keys of docs/operations.md, Status."""
+    run_dir, registry = coordinator.run_dir, coordinator.registry
+    snapshots = {role.role: registry.snapshot(role.role) for role in coordinator.plan.roles}
+    now = coordinator.clock()
+    return {
+        "run": run_dir.run,
+        "attempt": run_dir.attempt,
+        "epoch": coordinator.epoch,
+        "state": str(coordinator.run.state),
+        "reason": coordinator.run.reason,
+        "gateway_url": coordinator.gateway_url,
+        "token_file": str(run_dir.token_file),
+        "run_dir": str(run_dir.path),
+        "backend": str(coordinator.allocation.backend),
+        "job_ids": list(coordinator.allocation.job_ids),
+        "roles": {str(role): to_json(snapshot) for role, snapshot in snapshots.items() if snapshot is not None},
+        "leases": {str(role.role): _lease(coordinator, role.role) for role in coordinator.plan.roles},
+        "batch": {"id": None, "state": None},
+        "nodes": [
+            {
+                "node": link.name,
+                "state": _node_state(link.identity is not None, link.silent, link.step_ended, link.incarnation),
+                "heard_seconds_ago": round(now - link.last_heard, 2) if link.last_heard else None,
+                "workers": [status.model_dump() for status in link.workers.values()],
+            }
+            for link in coordinator.links.nodes.values()
+        ],
+        "replicas": [
+            {
+                "replica": replica.engine_id,
+                "role": str(manager.model.role),
+                "model": manager.model.name,
+                "state": str(replica.state),
+                "generation": replica.generation,
+                "base_url": replica.base_url,
+                "reason": replica.reason,
+                "nodes": manager.nodes_of(replica.engine_id),
+                "release_proven": replica.release_proven,
+            }
+            for manager in coordinator.managers.values()
+            for replica in manager.replicas
+        ],
+        "wire": {
+            "garbage": coordinator.server.counters.garbage,
+            "denied": coordinator.server.counters.denied,
+            "undeliverable": coordinator.server.counters.undeliverable,
+        },
+    }
+
+
+def _lease(coordinator: Coordinator, role: Any) -> str:
+    """What the role holds on its GPUs, from the states of its replicas."""
+    states = {
+        str(replica.state)
+        for (owner, _), manager in coordinator.managers.items()
+        if owner is role
+        for replica in manager.replicas
+    }
+    if states == {"SLEEPING"}:
+        return "SLEEPING"
+    if states & {"FAILED", "STOPPING"}:
+        return "BLOCKED"
+    if "DRAINING" in states:
+        return "DRAINING"
+    return "ACTIVE" if states == {"READY"} else "ONLOADING"
+
+
+def _node_state(connected: bool, silent: bool, step_ended: str | None, incarnation: str) -> str:
+    if step_ended is not None:
+        return "ENDED"
+    if not incarnation:
+        return "AWAITED"
+    return "SILENT" if silent or not connected else "UP"

@@ -1,0 +1,69 @@
+"""The arguments of `start_worker`: one engine process with everything absolute (addresses, ports, GPUs)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relax_slurm.config.models import RunConfig
+from relax_slurm.core.binding import BoundPlan
+from relax_slurm.core.plan import ModelPlan, ReplicaPlan
+
+LOOPBACK = "127.0.0.1"
+
+
+def worker_args(
+    model: ModelPlan,
+    replica: ReplicaPlan,
+    rank: int,
+    bound: BoundPlan,
+    config: RunConfig,
+    *,
+    run_tag: str,
+    memory_saver: bool,
+    generation: int,
+) -> dict[str, Any]:
+    """What the sidecar needs to start worker `rank` of a replica (fields of `sidecars.worker.WorkerSpec`).
+
+    An engine on one node listens on loopback, so that only its guard can reach it; the head of a replica over several
+    nodes must be reachable by its peers.
+    """
+    worker = replica.workers[rank]
+    binding = bound.worker_binding(worker)
+    rendezvous_host, rendezvous_port = bound.rendezvous(replica)
+    alone = len(replica.workers) == 1
+    engine = config.engine
+    spec = {
+        "worker_id": f"{replica.replica_id}#{rank}",
+        "replica_id": replica.replica_id,
+        "role": str(model.role),
+        "model": model.name,
+        "program": engine.program,
+        "model_path": model.model_path,
+        "served_model_name": model.served_model_name,
+        "host": LOOPBACK if alone else binding.address,
+        "ports": {
+            "http": binding.ports.http,
+            "nccl": binding.ports.nccl,
+            "rendezvous": rendezvous_port,
+            "bootstrap": binding.ports.bootstrap,
+        },
+        "weight_source": str(model.weight_source),
+        "worker_type": str(replica.worker_type),
+        "nnodes": len(replica.workers),
+        "node_rank": rank,
+        "rendezvous_host": LOOPBACK if alone else rendezvous_host,
+        "gpus": list(binding.visible),
+        "gpu_indexes": list(binding.indexes),
+        "engine_args": model.engine_args_of(replica),
+        "env": engine.env,
+        "memory_saver": memory_saver,
+        "startup_seconds": engine.startup_seconds,
+        "run_tag": run_tag,
+        "sim": engine.sim.model_dump(mode="json"),
+    }
+    if engine.python is not None:
+        spec["python"] = engine.python
+    return {
+        "spec": spec,
+        "guard": {"host": binding.address, "port": binding.ports.guard, "generation": generation},
+    }

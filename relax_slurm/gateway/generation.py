@@ -1,0 +1,159 @@
+"""From a generation request to a relayed one: where it goes, what its body becomes, what is done with the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+
+from relax_slurm.core.discovery import RoleSnapshot, SnapshotSource
+from relax_slurm.core.plan import Role
+from relax_slurm.core.routing import RouteResolver, RouteTarget
+from relax_slurm.errors import RelaxError, Unavailable, UpstreamFailed
+from relax_slurm.forward.call import Response
+from relax_slurm.forward.exchange import JSON_LINE, Exchange
+from relax_slurm.forward.http import Headers, checked, forward_block
+from relax_slurm.forward.proxy import Deadlines, End, Outcome, relay
+from relax_slurm.forward.upstream import Upstream
+from relax_slurm.gateway import judge, payload
+from relax_slurm.gateway.metrics import Metrics
+from relax_slurm.gateway.payload import Address
+from relax_slurm.gateway.routes import Kind
+from relax_slurm.gateway.settings import GatewaySettings
+
+GENERATE_PATH = "/generate"
+CHAT_PATH = "/v1/chat/completions"
+_NOT_FOR_ENGINES = frozenset({b"authorization", b"x-request-id", b"x-relax-key", b"cookie"})
+_REWRITTEN = frozenset({b"content-type", b"content-encoding", b"etag", b"digest", b"content-md5"})
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """One request, ready to go out. `rewrite` turns the engine's JSON answer into ours; None = bytes untouched."""
+
+    target: RouteTarget
+    path: str
+    body: bytes
+    rewrite: Callable[[bytes], bytes] | None = None
+
+
+class Generation:
+    """Sends generation requests of all roles. One per gateway."""
+
+    def __init__(
+        self, snapshots: SnapshotSource, upstream: Upstream, settings: GatewaySettings, metrics: Metrics
+    ) -> None:
+        self._snapshots = snapshots
+        self._upstream = upstream
+        self._settings = settings
+        self._metrics = metrics
+        self._resolver = RouteResolver()
+        self._deadlines = Deadlines(settings.deadline_seconds, settings.idle_seconds)
+        key = settings.engine_key
+        self._engine_auth = checked([] if key is None else [(b"authorization", b"Bearer " + key.encode())])
+        self._invalidated: dict[Role, float] = {}
+
+    def snapshot(self, role: Role) -> RoleSnapshot:
+        """The role's view; Unavailable when there is none."""
+        snapshot = self._snapshots.current(role)
+        if snapshot is None:
+            raise Unavailable(
+                f"{role}: no view of the registry younger than {self._settings.staleness_seconds:g} s;"
+                " the coordinator is silent or has not published the role yet, try again"
+            )
+        return snapshot
+
+    def prepare(self, role: Role, kind: Kind, body: bytes, affinity_key: str | None) -> Errand:
+        """Read the body as far as routing needs it and resolve the target. BadRequest or Unavailable."""
+        if kind is Kind.CHAT:
+            address, fields, stream = payload.chat_request(body)
+            target = self._resolve(role, address, affinity_key)
+            out = payload.with_model(fields, target.served_model_name)
+            return Errand(target, CHAT_PATH, out, None if stream else _restore_model(target))
+        if role is Role.GENRM:
+            address, raw = payload.judge_request(body)
+            if raw is None:
+                return self._judged(role, address, body, affinity_key)
+        else:
+            address, raw = payload.raw_request(body)
+        return Errand(self._resolve(role, address, affinity_key), GENERATE_PATH, raw)
+
+    def _judged(self, role: Role, address: Address, body: bytes, affinity_key: str | None) -> Errand:
+        # The model must be known before the messages can be rendered for it, and may have left READY meanwhile:
+        # the look before only names it, the one after decides and takes the turn.
+        model = self._resolver.ready_model(self.snapshot(role), address.model, address.route_key)
+        out = judge.chat_body(body, model.served_model_name)
+        target = self._resolve(role, Address(model.name, None), affinity_key)
+        return Errand(target, CHAT_PATH, out, _extract_response(target))
+
+    def _resolve(self, role: Role, address: Address, affinity_key: str | None) -> RouteTarget:
+        return self._resolver.resolve(self.snapshot(role), address.model, address.route_key, affinity_key)
+
+    def send(self, exchange: Exchange, kind: Kind, errand: Errand, request_id: bytes, started: float) -> None:
+        """Relay the request, once. The answer (or the error) reaches the client later."""
+        role = errand.target.role
+        buffered = errand.rewrite is not None
+        drop = _NOT_FOR_ENGINES | {b"accept-encoding"} if buffered else _NOT_FOR_ENGINES
+        # Made from parsed fields and our own, so that the relay need not look for line breaks again.
+        headers = Headers([header for header in exchange.request.headers if header[0] not in drop])
+        headers += self._engine_auth
+        headers.append((b"x-request-id", request_id))
+        in_flight = self._metrics.in_flight
+        in_flight[role] = in_flight.get(role, 0) + 1
+
+        def done(outcome: Outcome) -> None:
+            in_flight[role] -= 1
+            if outcome.response is not None and errand.rewrite is not None:
+                _answer(exchange, outcome.response, errand.rewrite)
+            if outcome.end is not End.COMPLETE:
+                # A deadline, a cancelled client or a broken transport: the view may be behind the facts.
+                self._invalidate(role)
+            self._metrics.finished((role, kind), exchange.status, perf_counter() - started)
+
+        try:
+            relay(
+                exchange,
+                self._upstream,
+                errand.target.url,
+                errand.path,
+                done,
+                headers=headers,
+                body=errand.body,
+                deadlines=self._deadlines,
+                buffered=buffered,
+            )
+        except RelaxError:
+            in_flight[role] -= 1
+            raise
+
+    def _invalidate(self, role: Role) -> None:
+        """Have the view confirmed, but not once per client of a crowd that gave up."""
+        now = monotonic()
+        if now - self._invalidated.get(role, float("-inf")) >= self._settings.invalidate_seconds:
+            self._invalidated[role] = now
+            self._metrics.invalidations[role] = self._metrics.invalidations.get(role, 0) + 1
+            self._snapshots.invalidate(role)
+
+
+def _restore_model(target: RouteTarget) -> Callable[[bytes], bytes]:
+    return lambda body: payload.answer_with_model(body, target.model, target.url)
+
+
+def _extract_response(target: RouteTarget) -> Callable[[bytes], bytes]:
+    return lambda body: judge.judge_answer(body, target.url)
+
+
+def _answer(exchange: Exchange, response: Response, rewrite: Callable[[bytes], bytes]) -> None:
+    """Write a collected answer: rewritten when it is a success, as it came when it is an error."""
+    if not 200 <= response.status < 300:
+        exchange.respond_block(response.status, forward_block(response.headers, exchange.extra_names), response.body)
+        return
+    try:
+        if response.headers.get(b"content-encoding", b"identity") != b"identity":
+            raise UpstreamFailed("the engine compressed an answer although it was not asked to")
+        body = rewrite(response.body)
+    except UpstreamFailed as error:
+        exchange.respond_error(error)
+        return
+    block = forward_block(response.headers, exchange.extra_names | _REWRITTEN)
+    exchange.respond_block(response.status, block + JSON_LINE, body)

@@ -1,0 +1,31 @@
+"""What a gateway is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from relax_slurm.core.plan import Role
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Settings of one gateway process. Sizes in bytes, times in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 picks a free one."""
+    token: str | None = field(default=None, repr=False)
+    """Bearer token that clients must send; None switches the check off, which only a test should do."""
+    engine_key: str | None = field(default=None, repr=False)
+    """Sent to admission guards as bearer token; the client's own Authorization never goes there."""
+    roles: tuple[Role, ...] = tuple(Role)
+    """Roles of the run; routes of the others are 404."""
+    max_body_bytes: int = 64 * 1024 * 1024
+    deadline_seconds: float = 1800.0
+    """From the request to the first byte of its answer (for a plain answer: to all of it)."""
+    idle_seconds: float = 300.0
+    """Between two pieces of a streamed answer."""
+    staleness_seconds: float = 10.0
+    """How old a view of the registry may be; given to the snapshot source, told in `/health`."""
+    invalidate_seconds: float = 1.0
+    """Shortest time between two invalidations of a role's view."""

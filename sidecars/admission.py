@@ -1,0 +1,398 @@
+"""The admission guard: the only published port of an engine head.
+
+What may pass is a table; whether it passes now is a state. The guard runs in the sidecar's own loop, so a
+sidecar that hangs admits nothing. The engine listens on loopback with a key that only the guard and the
+sidecar know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+
+from relax_slurm.errors import (
+    Forbidden,
+    MethodNotAllowed,
+    NotFound,
+    RecoveryRequired,
+    RelaxError,
+    Unauthorized,
+    Unavailable,
+    UpstreamFailed,
+)
+from relax_slurm.forward.exchange import Exchange
+from relax_slurm.forward.http import Limits, render
+from relax_slurm.forward.proxy import Deadlines, End, Outcome, Relay, relay
+from relax_slurm.forward.server import HttpServer
+from relax_slurm.forward.upstream import Upstream, UpstreamLimits
+
+
+class Kind(StrEnum):
+    """What the guard does with a path that is on the list."""
+
+    GENERATE = "generate"
+    """Work for the engine: passes while open."""
+    RELIEVE = "relieve"
+    """Takes work away from the engine: passes while there may be any, so that aborts help a drain."""
+    INFO = "info"
+    """Read from the engine while open, and filtered."""
+    LIVENESS = "liveness"
+    """Answered here from the engine's process state."""
+    READINESS = "readiness"
+    """Answered here from the guard's state."""
+
+
+class Admission(StrEnum):
+    """What the guard lets through now."""
+
+    CLOSED = "closed"
+    """Nothing, and nothing of ours is left at the engine."""
+    OPEN = "open"
+    """Everything on the list."""
+    HELD = "held"
+    """Nothing new; what runs goes on. Nothing was released, so the guard may open again without a drain."""
+    DRAINING = "draining"
+    """Nothing new; what runs must end before the deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One entry of the allow list. `checked` bodies go through the payload check before they are
+    forwarded.
+    """
+
+    method: str
+    kind: Kind
+    checked: bool = False
+
+
+ALLOWED: Final = MappingProxyType(
+    {
+        "/generate": Route("POST", Kind.GENERATE, checked=True),
+        "/v1/chat/completions": Route("POST", Kind.GENERATE, checked=True),
+        "/chat/completions": Route("POST", Kind.GENERATE, checked=True),
+        "/v1/completions": Route("POST", Kind.GENERATE, checked=True),
+        "/abort_request": Route("POST", Kind.RELIEVE),
+        "/close_session": Route("POST", Kind.RELIEVE),
+        "/v1/models": Route("GET", Kind.INFO),
+        "/server_info": Route("GET", Kind.INFO),
+        "/get_server_info": Route("GET", Kind.INFO),
+        "/model_info": Route("GET", Kind.INFO),
+        "/get_model_info": Route("GET", Kind.INFO),
+        "/health": Route("GET", Kind.LIVENESS),
+        "/health_generate": Route("GET", Kind.READINESS),
+    }
+)
+"""The allow list of the contract. Matching is exact; the engine is asked for the listed path, never for the
+client's.
+"""
+
+PRIVILEGED: Final = (
+    "/release_memory",
+    "/resume_memory",
+    "/flush_cache",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weight",
+    "/init_weight",
+    "/destroy_weight",
+    "/get_weight",
+    "/weights_",
+    "/load_lora",
+    "/unload_lora",
+    "/start_profile",
+    "/stop_profile",
+    "/configure_logging",
+    "/set_internal_state",
+    "/open_session",
+    "/start_expert",
+    "/stop_expert",
+    "/dump_expert",
+    "/shutdown",
+)
+"""Beginnings of engine paths that exist and are for the owner only: 403 instead of 404."""
+
+PASSES: Final = MappingProxyType(
+    {
+        Kind.GENERATE: frozenset({Admission.OPEN}),
+        Kind.INFO: frozenset({Admission.OPEN}),
+        Kind.RELIEVE: frozenset({Admission.OPEN, Admission.HELD, Admission.DRAINING}),
+        Kind.LIVENESS: frozenset(Admission),
+        Kind.READINESS: frozenset({Admission.OPEN}),
+    }
+)
+"""In which states each kind passes; otherwise 503."""
+
+INFO_FIELDS: Final = frozenset(
+    {
+        "architectures",
+        "context_length",
+        "disaggregation_mode",
+        "dp_size",
+        "has_audio_understanding",
+        "has_image_understanding",
+        "is_generation",
+        "load_balance_method",
+        "max_model_len",
+        "max_req_input_len",
+        "max_running_requests",
+        "max_total_num_tokens",
+        "model_path",
+        "model_type",
+        "pp_size",
+        "served_model_name",
+        "status",
+        "tokenizer_path",
+        "tp_size",
+        "version",
+        "weight_version",
+        # /v1/models
+        "created",
+        "data",
+        "id",
+        "object",
+        "owned_by",
+        "parent",
+        "root",
+    }
+)
+"""Fields of info answers that say nothing about keys, files or the command line; what a router reads to
+register.
+"""
+
+GENERATION_HEADER: Final = b"x-relax-generation"
+_OWN_HEADERS: Final = frozenset({b"authorization", b"x-api-key", GENERATION_HEADER})
+
+PayloadCheck = Callable[[str, bytes], None]
+"""(path, body) of a checked route; raises BadRequest for what the engine must not see."""
+
+
+def find(method: str, path: str) -> Route:
+    """The list entry for a request. Forbidden (403), NotFound (404) or MethodNotAllowed (405)."""
+    route = ALLOWED.get(path)
+    if route is None:
+        if path.startswith(PRIVILEGED):
+            raise Forbidden(f"{path}: only the engine's owner may call it; use the control protocol")
+        raise NotFound(f"{path}: no such route on this engine; see the list of published routes")
+    if method != route.method and not (method == "HEAD" and route.method == "GET"):
+        raise MethodNotAllowed(f"{path}: {method} is not offered; use {route.method}")
+    return route
+
+
+def harmless(answer: Any, fields: frozenset[str]) -> Any:
+    """`answer` with only `fields` in it, inside lists too; nested objects are dropped."""
+    if not isinstance(answer, dict):
+        return {}
+    kept: dict[str, Any] = {}
+    for key, value in answer.items():
+        if key not in fields or isinstance(value, dict):
+            continue
+        if isinstance(value, list):
+            kept[key] = [harmless(item, fields) if isinstance(item, dict) else item for item in value]
+        else:
+            kept[key] = value
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class DrainResult:
+    """How a close ended: requests that finished by themselves, and those that were cut at the deadline."""
+
+    drained: int
+    cancelled: int
+
+
+class AdmissionGuard:
+    """HTTP guard in front of one engine head. Starts closed.
+
+    `engine_url` is the engine's own port, `engine_api_key` is added towards it. `is_alive` is asked for /health and
+    must return at once. With `require_key` callers need it as a bearer token (the health routes stay open, as the
+    engine's are).
+    A request that names another `generation` than the guard's is meant for a predecessor and gets 503.
+    """
+
+    def __init__(
+        self,
+        engine_url: str,
+        engine_api_key: str | None,
+        *,
+        generation: int,
+        is_alive: Callable[[], bool],
+        require_key: str | None = None,
+        limits: Limits | None = None,
+        upstream_limits: UpstreamLimits | None = None,
+        deadlines: Deadlines | None = None,
+        info_fields: frozenset[str] = INFO_FIELDS,
+        payload_check: PayloadCheck | None = None,
+    ) -> None:
+        self.generation = generation
+        self.state = Admission.CLOSED
+        self.admitted = 0
+        """Requests handed to the engine since the start."""
+        self._engine_url = engine_url
+        self._injected = b""
+        if engine_api_key is not None:
+            self._injected = render([(b"authorization", b"Bearer " + engine_api_key.encode())])
+        self._required = None if require_key is None else b"Bearer " + require_key.encode()
+        self._is_alive = is_alive
+        self._deadlines = deadlines or Deadlines()
+        self._info_fields = info_fields
+        self._payload_check = payload_check
+        self._running: dict[Exchange, Relay | None] = {}
+        self._opened_before = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._upstream = Upstream(upstream_limits)
+        self.server = HttpServer(self._handle, limits)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are at the engine now."""
+        return len(self._running)
+
+    async def start(self, host: str, port: int = 0) -> int:
+        """Listen; the port. OSError when it cannot be had."""
+        return await self.server.start(host, port)
+
+    async def stop(self, grace_seconds: float = 1.0) -> None:
+        """Stop listening; what still runs after the grace is cut."""
+        self.state = Admission.CLOSED if not self._running else Admission.DRAINING
+        await self.server.stop(grace_seconds)
+        await self._upstream.close()
+
+    # state
+
+    def open(self, *, backend_drained: bool = False) -> None:
+        """Let requests in. Again no-op.
+
+        After a close this needs proof that nothing of the time before is left: no request in the guard, and
+        the owner's word (`backend_drained`) that none is in the engine. RecoveryRequired otherwise; the
+        state does not change.
+        """
+        if self.state is Admission.OPEN:
+            return
+        if self.state is not Admission.HELD and self._opened_before:
+            if self.state is Admission.DRAINING or self._running:
+                raise RecoveryRequired(
+                    f"{self._engine_url}: admission is {self.state} with {self.in_flight} requests in flight; "
+                    "finish close() before opening again"
+                )
+            if not backend_drained:
+                raise RecoveryRequired(
+                    f"{self._engine_url}: the engine was not confirmed to be drained; confirm it, then open again"
+                )
+        self._opened_before = True
+        self.state = Admission.OPEN
+
+    def hold(self) -> None:
+        """Stop admitting at once, leave what runs alone: for when the head node falls silent. Only from
+        OPEN.
+        """
+        if self.state is Admission.OPEN:
+            self.state = Admission.HELD
+
+    async def close(self, drain_deadline_seconds: float) -> DrainResult:
+        """Stop admitting at once, wait for what runs, then cut what is left. CLOSED when it returns."""
+        if self.state is not Admission.CLOSED:
+            self.state = Admission.DRAINING
+        before = self.in_flight
+        cancelled = 0
+        if self._running:
+            try:
+                await asyncio.wait_for(self._idle.wait(), drain_deadline_seconds)
+            except TimeoutError:
+                cancelled = self.in_flight
+                for call in list(self._running.values()):
+                    if call is not None:
+                        call.fail(Unavailable("the engine is closing and its drain deadline has passed; ask again"))
+        if not self._running:
+            self.state = Admission.CLOSED
+        return DrainResult(drained=max(before - cancelled, 0), cancelled=cancelled)
+
+    # requests
+
+    def _handle(self, exchange: Exchange) -> None:
+        """One request, without a task: either answered here or handed to a relay."""
+        request = exchange.request
+        route = find(request.method, request.path)
+        kind = route.kind
+        if kind is Kind.LIVENESS:
+            exchange.respond(200 if self._is_alive() else 503)
+            return
+        if kind is Kind.READINESS:
+            exchange.respond(200 if self.state in PASSES[kind] and self._is_alive() else 503)
+            return
+        headers = request.headers
+        if self._required is not None and not hmac.compare_digest(
+            headers.get(b"authorization", b"") or b"", self._required
+        ):
+            raise Unauthorized("bearer token: missing or not this engine's; send 'Authorization: Bearer <token>'")
+        if self.state not in PASSES[kind]:
+            raise Unavailable(f"admission is {self.state}; ask discovery for another engine, or again later")
+        wanted = headers.get(GENERATION_HEADER)
+        if wanted is not None and wanted != b"%d" % self.generation:
+            raise Unavailable(
+                f"generation {wanted.decode('latin-1')} was asked for, this engine is {self.generation}; "
+                "refresh discovery"
+            )
+        if route.checked and self._payload_check is not None:
+            self._payload_check(request.path, request.body)
+        self._admit(exchange, kind)
+
+    def _admit(self, exchange: Exchange, kind: Kind) -> None:
+        request = exchange.request
+        running = self._running
+        running[exchange] = None
+        self._idle.clear()
+        self.admitted += 1
+
+        def done(outcome: Outcome) -> None:
+            running.pop(exchange, None)
+            if not running:
+                self._idle.set()
+            if kind is Kind.INFO and outcome.response is not None:
+                self._answer_info(exchange, outcome)
+
+        try:
+            call = relay(
+                exchange,
+                self._upstream,
+                self._engine_url,
+                request.path,
+                done,
+                method="GET" if request.method == "HEAD" else request.method,
+                headers=request.headers,
+                body=request.body,
+                deadlines=self._deadlines,
+                buffered=kind is Kind.INFO,
+                drop=_OWN_HEADERS,
+                extra=self._injected,
+            )
+        except RelaxError:
+            done(Outcome(End.FAILED))
+            raise
+        if exchange in running:
+            running[exchange] = call
+
+    def _answer_info(self, exchange: Exchange, outcome: Outcome) -> None:
+        response = outcome.response
+        assert response is not None
+        try:
+            answer = msgspec.json.decode(response.body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            exchange.fail(UpstreamFailed(f"{exchange.request.path}: the engine's answer is not JSON ({error})"))
+            return
+        if response.status == 200:
+            exchange.respond_json(200, harmless(answer, self._info_fields))
+        else:
+            exchange.respond_json(
+                response.status,
+                {"error": UpstreamFailed(f"the engine answered {response.status}; see its log").as_json()},
+            )

@@ -1,0 +1,80 @@
+"""Commands of the coordinator made harmless to repeat: one result per id, in order per worker (docs/protocol.md)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from relax_slurm.errors import ProtocolError
+from relax_slurm.wire.messages import Method
+
+KEPT = 1024
+URGENT = frozenset({Method.STOP_WORKER, Method.SHUTDOWN})
+"""What does not wait for the worker's earlier commands: it makes them fail instead."""
+
+Do = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class IdReused(ProtocolError):
+    """An operation id came again with another method or other arguments."""
+
+    code = "id_reused"
+
+
+@dataclass(slots=True)
+class _Operation:
+    method: str
+    args: dict[str, Any]
+    outcome: asyncio.Task[dict[str, Any]]
+
+
+class CommandTable:
+    """The last `KEPT` operations by id. Commands of one worker run one after the other, others side by side."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._operations: OrderedDict[str, _Operation] = OrderedDict()
+        self._last: dict[str, asyncio.Task[dict[str, Any]]] = {}
+
+    def method_of(self, operation: str) -> str | None:
+        """The method that ran under this id, None when it is not known (any more)."""
+        known = self._operations.get(operation)
+        return None if known is None else known.method
+
+    def begin(self, operation: str, method: str, args: dict[str, Any], do: Do) -> asyncio.Future[dict[str, Any]]:
+        """Start the command, or answer the outcome of the same id; it resolves with the value or a `RelaxError`."""
+        known = self._operations.get(operation)
+        if known is not None:
+            if (known.method, known.args) == (method, args):
+                return known.outcome
+            refused: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+            refused.set_exception(IdReused(f"operation {operation} was {known.method}, now it is {method}"))
+            return refused
+        worker = str(args.get("worker_id", ""))
+        before = None if method in URGENT else self._last.get(worker)
+        task = asyncio.get_running_loop().create_task(self._run(method, args, do, before))
+        task.add_done_callback(_seen)
+        self._last[worker] = task
+        self._operations[operation] = _Operation(method, args, task)
+        while len(self._operations) > self._kept:
+            oldest, entry = next(iter(self._operations.items()))
+            if not entry.outcome.done():
+                break  # what still runs must stay answerable
+            del self._operations[oldest]
+        return task
+
+    async def _run(
+        self, method: str, args: dict[str, Any], do: Do, before: asyncio.Task[dict[str, Any]] | None
+    ) -> dict[str, Any]:
+        if before is not None and not before.done():
+            await asyncio.wait({before})
+        return await do(method, args)
+
+
+def _seen(task: asyncio.Task[dict[str, Any]]) -> None:
+    """Mark the exception as looked at: whoever asked gets it, and nobody asking any more is no error."""
+    if not task.cancelled():
+        task.exception()

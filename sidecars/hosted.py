@@ -1,0 +1,283 @@
+"""One worker on this node: engine process, admission guard (on the head) and its stay on the cards, as one thing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from relax_slurm.errors import ProtocolError, RecoveryRequired, RelaxError, StartupFailed
+from relax_slurm.forward.upstream import Upstream
+from relax_slurm.wire.messages import WorkerState
+from sidecars.admission import Admission, AdmissionGuard, DrainResult
+from sidecars.engine import SGLangEngine, Tag, TagState
+from sidecars.ledger import NodeLedger
+from sidecars.nvml import memory_meter
+from sidecars.process import Exit
+from sidecars.residency import Outcome, Result, Tenancy
+from sidecars.worker import WorkerSpec
+
+log = logging.getLogger(__name__)
+TERM_SECONDS = 10.0
+KILL_SECONDS = 10.0
+HEALTH_EVERY_SECONDS = 5.0
+HEALTH_BUDGET = 3
+"""Consecutive failed looks before a living process counts as failed."""
+
+Tell = Callable[["HostedWorker", str, str], None]
+
+
+class EngineExited(RelaxError):
+    """The engine ended during an operation and everything it had started is confirmed gone."""
+
+    code = "exited"
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """What all workers of a node share."""
+
+    run_tag: str
+    node: str
+    logs: Path
+    ledger: Path
+    """Folder of the memory ledger of simulated engines."""
+    guard_key: str
+    """What callers of the guards must show."""
+    upstream: Upstream
+
+
+class _Gate:
+    """The guard as `Tenancy` sees it: opening is the coordinator's decision, so here it is only noted."""
+
+    def __init__(self, guard: AdmissionGuard | None) -> None:
+        self._guard = guard
+        self.backend_drained = False
+
+    def open(self, *, backend_drained: bool = False) -> None:
+        self.backend_drained = backend_drained
+
+    async def close(self, drain_deadline_seconds: float) -> DrainResult:
+        self.backend_drained = False
+        return DrainResult(0, 0) if self._guard is None else await self._guard.close(drain_deadline_seconds)
+
+
+class HostedWorker:
+    """All methods belong to the sidecar's loop. Commands arrive one at a time, `stop` may come in between."""
+
+    def __init__(
+        self, spec: WorkerSpec, guard_at: tuple[str, int] | None, generation: int, settings: HostSettings, tell: Tell
+    ) -> None:
+        self.spec = spec
+        self.state = WorkerState.STARTING
+        self.detail = ""
+        self._guard_at, self._settings, self._tell = guard_at, settings, tell
+        self.engine = SGLangEngine(spec, settings.upstream)
+        self.guard: AdmissionGuard | None = None
+        if guard_at is not None:
+            self.guard = AdmissionGuard(
+                spec.base_url,
+                spec.api_key,
+                generation=generation,
+                is_alive=lambda: self.engine.running,
+                require_key=settings.guard_key,
+            )
+        self._gate = _Gate(self.guard)
+        self.tenancy = Tenancy(self.engine, self._gate, _meter(spec, settings))
+        self._stopping = False
+        self._health: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any], settings: HostSettings, tell: Tell) -> HostedWorker:
+        """The worker of a `start_worker` command; `ProtocolError` names what is wrong with the arguments."""
+        body = args.get("spec")
+        guard = args.get("guard")
+        if not isinstance(body, Mapping) or not isinstance(guard, Mapping):
+            raise ProtocolError("start_worker: spec or guard is missing; send both as maps")
+        name = str(body.get("worker_id", "")).replace("/", "_").replace("#", "_w")
+        log_path = settings.logs / f"{settings.node}_{body.get('role')}_{name}.log"
+        spec = WorkerSpec.from_wire({**body, "log_path": str(log_path)})
+        spec = replace(
+            spec,
+            api_key=secrets.token_urlsafe(24),
+            admin_key=secrets.token_urlsafe(24),
+            run_tag=settings.run_tag,
+            sim={**spec.sim, "ledger": str(settings.ledger), "node": settings.node},
+        )
+        at = (str(guard["host"]), int(guard["port"])) if spec.is_head else None
+        return cls(spec, at, int(guard.get("generation", 1)), settings, tell)
+
+    # --- what others see ------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """The worker as a beat carries it (`wire.messages.WorkerStatus`)."""
+        guard = self.guard
+        used = self.tenancy.measure()
+        return {
+            "worker_id": self.spec.worker_id,
+            "state": str(self.state),
+            "admission_open": guard is not None and guard.state is Admission.OPEN,
+            "in_flight": 0 if guard is None else guard.in_flight,
+            "pid": self.engine.pid,
+            "resident_tags": sorted(str(tag) for tag in self.engine.resident) if self.engine.running else [],
+            "memory_bytes": sum(used.values()) if used else None,
+            "detail": self.detail,
+        }
+
+    @property
+    def base_url(self) -> str | None:
+        """Where the guard is published."""
+        if self._guard_at is None:
+            return None
+        host, port = self._guard_at
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    # --- commands -------------------------------------------------------------------------------------------
+
+    async def start(self) -> dict[str, Any]:
+        """Start the engine and the closed guard; answers when it is healthy. Ends everything when it is not."""
+        deadline = time.monotonic() + self.spec.startup_seconds
+        try:
+            self.tenancy.note_before_start()
+            await self.engine.start()
+            self.engine.on_exit(self._exited)
+            await self.engine.wait_ready(deadline)
+            if self.guard is not None and self._guard_at is not None:
+                await self._listen(*self._guard_at)
+        except RelaxError as error:
+            await self._give_up(error)
+            raise
+        self.tenancy.note_loaded()
+        self._set(WorkerState.UP)
+        self._health = asyncio.get_running_loop().create_task(self._look())
+        return {"base_url": self.base_url, "pid": self.engine.pid}
+
+    async def _listen(self, host: str, port: int) -> None:
+        assert self.guard is not None
+        try:
+            await self.guard.start(host, port)
+        except OSError as error:
+            raise StartupFailed(
+                f"{self.spec.worker_id}: port {port} on {host} for its admission guard is not to be had "
+                f"({error.strerror}); free it or choose another port window"
+            ) from None
+
+    async def _give_up(self, error: RelaxError) -> None:
+        """A start failed: nothing of it may stay. The error becomes `EngineExited` when that is proven."""
+        self._stopping = True
+        try:
+            await self.engine.stop(TERM_SECONDS, KILL_SECONDS)
+        except RecoveryRequired as doubt:
+            self._set(WorkerState.UNCONFIRMED, doubt.message)
+            raise
+        self._set(WorkerState.EXITED, error.message)
+        raise EngineExited(error.message) from error
+
+    async def stop(self, drain_seconds: float) -> None:
+        """End the engine with everything it started. `RecoveryRequired` when that cannot be confirmed."""
+        self._stopping = True
+        if self._health is not None:
+            self._health.cancel()
+        if self.guard is not None:
+            await self.guard.close(drain_seconds)
+            await self.guard.stop()
+        try:
+            await self.engine.stop(TERM_SECONDS, KILL_SECONDS)
+        except RecoveryRequired as doubt:
+            self._set(WorkerState.UNCONFIRMED, doubt.message)
+            raise
+        self._set(WorkerState.EXITED, self.detail or "stopped")
+
+    def open_admission(self) -> dict[str, Any]:
+        """Let requests in, when the engine is up and nothing of an earlier time is left."""
+        if self.state is not WorkerState.UP or self.guard is None:
+            raise RecoveryRequired(f"{self.spec.worker_id} is {self.state}, wanted up; onload or start it first")
+        self.guard.open(backend_drained=self._gate.backend_drained)
+        self.tenancy.opened()
+        return {"base_url": self.base_url}
+
+    async def close_admission(self, drain_seconds: float) -> dict[str, Any]:
+        """Admit nothing more; what runs gets `drain_seconds` before it is cut."""
+        result = await self._gate.close(drain_seconds)
+        return {"drained": result.drained, "cancelled": result.cancelled}
+
+    async def offload(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """The safe offload order under one deadline; answers after the memory was measured."""
+        outcome = await self.tenancy.offload(float(args["deadline_seconds"]))
+        if not outcome.ok:
+            raise await self._failed(outcome)
+        self._set(WorkerState.ASLEEP)
+        return outcome.as_json()
+
+    async def onload(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Bring released tags back; admission stays closed until it is asked for."""
+        tags = [Tag(name) for name in args.get("tags") or list(Tag)]
+        outcome = await self.tenancy.onload(float(args["deadline_seconds"]), tags)
+        if not outcome.ok:
+            raise await self._failed(outcome)
+        self._set(WorkerState.UP)
+        return outcome.as_json()
+
+    async def _failed(self, outcome: Outcome) -> RelaxError:
+        if outcome.result is Result.ENGINE_GONE:
+            if self._ending is not None:
+                await asyncio.wait({self._ending})
+            if self.state is WorkerState.EXITED:
+                return EngineExited(outcome.message)
+        else:
+            self._set(WorkerState.FAILED, outcome.message)
+        return RecoveryRequired(outcome.message)
+
+    def hold(self, reason: str) -> None:
+        """Admit nothing new until the coordinator asks for it again; what runs goes on."""
+        if self.guard is not None and self.guard.state is Admission.OPEN:
+            log.warning("%s: admission is held: %s", self.spec.worker_id, reason)
+            self.guard.hold()
+
+    # --- what happens by itself -----------------------------------------------------------------------------
+
+    def _exited(self, end: Exit) -> None:
+        """The engine's leader ended. Unless we ended it, close the door and make sure that nothing is left."""
+        if self._stopping:
+            return
+        self._set(WorkerState.FAILED, f"the engine ended with {end}")
+        self._ending = asyncio.get_running_loop().create_task(self._after_exit(end))
+
+    async def _after_exit(self, end: Exit) -> None:
+        detail = f"the engine ended with {end}; see {self.spec.log_path}"
+        try:
+            await self.stop(drain_seconds=0.0)
+        except RecoveryRequired as doubt:
+            detail = doubt.message
+        self.detail = detail
+        self._tell(self, "exited", detail)
+
+    async def _look(self) -> None:
+        """Second signal beside the process: liveness over HTTP, with a budget, and never on a sleeping engine."""
+        failures = 0
+        while True:
+            await asyncio.sleep(HEALTH_EVERY_SECONDS)
+            awake = all(state is TagState.RESIDENT for state in self.engine.tags.values())
+            if self.state is not WorkerState.UP or self.engine.paused or not awake:
+                failures = 0
+                continue
+            failures = 0 if await self.engine.health() else failures + 1
+            if failures >= HEALTH_BUDGET and self.state is WorkerState.UP:
+                self._set(WorkerState.FAILED, f"{failures} health checks in a row failed")
+                self._tell(self, "unhealthy", self.detail)
+
+    def _set(self, state: WorkerState, detail: str = "") -> None:
+        self.state, self.detail = state, detail
+
+
+def _meter(spec: WorkerSpec, settings: HostSettings) -> Callable[[Sequence[int]], Mapping[int, int]] | None:
+    """What measures the cards: the ledger for simulated engines, NVML for real ones where there is one."""
+    if spec.program == "sim":
+        return NodeLedger(settings.ledger, settings.node).used_by_gpu
+    return memory_meter(spec.gpus, spec.gpu_indexes)
