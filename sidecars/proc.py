@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 
 PROC = "/proc"
+_PF_KTHREAD = 0x00200000
+_EXEC_LOOKS = 4
+_EXEC_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,8 @@ class ProcessInfo:
     session: int
     state: str
     name: str
+    kernel: bool = False
+    """A kernel thread: it has no memory of its own, hence no environment."""
 
 
 def info(pid: int) -> ProcessInfo | None:
@@ -39,6 +45,7 @@ def info(pid: int) -> ProcessInfo | None:
         session=int(values[3]),
         state=values[0],
         name=head.partition("(")[2],
+        kernel=bool(int(values[6]) & _PF_KTHREAD),
     )
 
 
@@ -49,7 +56,7 @@ def alive(pid: int, start_ticks: int) -> bool:
 
 
 def own_processes() -> list[ProcessInfo]:
-    """Live processes of this user, without this process itself and without zombies."""
+    """Live processes of this user, without this process itself, zombies and kernel threads."""
     me, uid = os.getpid(), os.getuid()
     out: list[ProcessInfo] = []
     for entry in os.scandir(PROC):
@@ -60,7 +67,7 @@ def own_processes() -> list[ProcessInfo]:
         except OSError:
             continue
         found = info(int(entry.name)) if mine else None
-        if found is not None and found.state not in "ZX":
+        if found is not None and found.state not in "ZX" and not found.kernel:
             out.append(found)
     return out
 
@@ -75,11 +82,28 @@ def environment(pid: int) -> frozenset[bytes]:
 
 
 def find_tagged(*tags: str) -> list[ProcessInfo]:
-    """Processes of this user whose environment holds every one of `tags` (each `KEY=value`)."""
+    """Processes of this user whose environment holds every one of `tags` (each `KEY=value`).
+
+    In the middle of exec a process shows no environment for a moment, so an empty one is looked at again.
+    """
     wanted = frozenset(tag.encode() for tag in tags)
     if not wanted:
         return []
-    return [found for found in own_processes() if wanted <= environment(found.pid)]
+    matching: list[ProcessInfo] = []
+    unclear = own_processes()
+    for _ in range(_EXEC_LOOKS):
+        again: list[ProcessInfo] = []
+        for found in unclear:
+            entries = environment(found.pid)
+            if wanted <= entries:
+                matching.append(found)
+            elif entries <= {b""} and alive(found.pid, found.start_ticks):
+                again.append(found)
+        if not again:
+            break
+        unclear = again
+        time.sleep(_EXEC_SECONDS)
+    return matching
 
 
 def in_session(session: int) -> list[ProcessInfo]:

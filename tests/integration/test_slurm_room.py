@@ -269,7 +269,7 @@ def test_a_component_that_ends_alone_degrades_the_job(job: Job) -> None:
     job.batch_environment()
     job.cluster.run("scancel", f"{ref.job_id}+1")
     until(lambda: job.is_in(JobState.DEGRADED))
-    assert [component.state for component in job.view().components][0] == "RUNNING"
+    assert next(component.state for component in job.view().components) == "RUNNING"
 
 
 def test_a_job_that_cannot_run_stays_pending_with_slurms_reason(job: Job) -> None:
