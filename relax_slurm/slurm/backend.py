@@ -14,16 +14,14 @@ from relax_slurm.slurm.watch import Tracker
 
 
 class Backend(Protocol):
-    """Starts the supervisor of one attempt somewhere, tells its state, ends it. All calls block, for a
-    bounded time."""
+    """Starts the supervisor of one attempt somewhere, tells its state, ends it. All calls block, for a bounded time."""
 
     def submit(self, submission: Submission) -> JobRef:
         """Start an attempt. SubmissionRefused when the backend does not take it."""
         ...
 
     def poll(self, job: JobRef) -> JobView:
-        """Look at a job now. Never raises because the backend could not be asked: that is
-        JobState.UNKNOWN."""
+        """Look at a job now. Never raises because the backend could not be asked: that is JobState.UNKNOWN."""
         ...
 
     def cancel(self, job: JobRef) -> None:
@@ -35,8 +33,7 @@ class Backend(Protocol):
 
 
 class SlurmBackend:
-    """The Slurm of this machine's SLURM_CONF. Submits through submitit, looks with squeue, cancels with
-    scancel."""
+    """The Slurm of this machine's SLURM_CONF. Submits through submitit, looks with squeue, cancels with scancel."""
 
     def __init__(self, *, seconds: float = SECONDS, environ: Mapping[str, str] | None = None) -> None:
         self._seconds = seconds

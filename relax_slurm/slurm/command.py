@@ -39,8 +39,7 @@ class Done:
 
     @property
     def no_such_job(self) -> bool:
-        """True when the controller answered that it does not know the job: the only failure that tells
-        something."""
+        """True when the controller answered that it does not know the job: the only failure that tells something."""
         return not self.ok and NO_JOB in self.err
 
     @property

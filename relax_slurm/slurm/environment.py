@@ -90,8 +90,7 @@ def inside_job(env: Mapping[str, str]) -> bool:
 
 
 def read_job(env: Mapping[str, str]) -> JobEnvironment:
-    """The job that this environment belongs to. StartupFailed, naming the variable, when it is missing or
-    wrong."""
+    """The job that this environment belongs to. StartupFailed, naming the variable, when it is missing or wrong."""
     job_id = _want(env, "SLURM_JOB_ID")
     ids: tuple[str, ...]
     het = "SLURM_HET_SIZE" in env

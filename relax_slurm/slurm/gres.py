@@ -105,8 +105,7 @@ def parse_idx(text: str) -> tuple[int, ...] | None:
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """`0-1,6-7` to (0, 1, 6, 7). GresError for anything else, for descending ranges and indexes above
-    4095."""
+    """`0-1,6-7` to (0, 1, 6, 7). GresError for anything else, for descending ranges and indexes above 4095."""
     found: list[int] = []
     for piece in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", piece.strip(), re.ASCII)

@@ -53,8 +53,7 @@ def parse_jobs(text: str) -> tuple[JobRecord, ...]:
 
 
 def end_time(record: JobRecord) -> int | None:
-    """Unix time at which Slurm will end the job; None when it prints none (`Unknown`, `N/A`). Local time
-    zone."""
+    """Unix time at which Slurm will end the job; None when it prints none (`Unknown`, `N/A`). Local time zone."""
     try:
         return int(datetime.fromisoformat(record.fields.get("EndTime", "")).timestamp())
     except ValueError:

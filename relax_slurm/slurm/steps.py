@@ -2,10 +2,11 @@
 
 Measured on Slurm 22.05:
 
-- a step without any GPU option gets all GPUs of its component on the node, typed or not, requested either
-way; and two
-  such steps with `--overlap` run beside each other;
+- a step without any GPU option gets all GPUs of its component on the node, typed or not, requested either way; and
+  two such steps with `--overlap` run beside each other;
 - a het component's steps carry the *component's* job id in squeue (`18.7`), while the task sees the leader's;
+- SIGINT to an srun with `--disable-status` reaches the task and only it, srun then ends with the task's exit code:
+  the graceful way that needs no controller (SIGTERM to srun kills the task; a second SIGINT within 1 s does too);
 - `scancel -s TERM 18.7` reaches the step and then complains "Invalid job id specified" with exit code 225;
   `17+1.7` and `17.7` return 0 and reach nothing. So the exit code of scancel is no evidence either way.
 """
@@ -24,8 +25,7 @@ STEP_FORMAT = "%i|%j|%N"
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One line of `squeue --steps`. `job_id` is the component's own id, `step_id` a number or `batch`,
-    `extern`."""
+    """One line of `squeue --steps`. `job_id` is the component's own id, `step_id` a number or `batch`, `extern`."""
 
     job_id: str
     step_id: str
@@ -69,6 +69,7 @@ def node_step(
         "--export=ALL",  # also when the job was submitted with --export=NONE
         "--input=none",
         "--unbuffered",
+        "--disable-status",  # SIGINT to srun is passed on to the task at once (see above)
         f"--job-name={name}",
     ]
     if output is not None:

@@ -51,8 +51,7 @@ class Submission:
 
 
 def parse_sbatch(text: str) -> JobRef | None:
-    """The job in sbatch's output, with or without --parsable and with site notices around it; None if there
-    is none."""
+    """The job in sbatch's output, with or without --parsable and with site notices around it; None if there is none."""
     for line in reversed(text.splitlines()):
         match = _BARE.fullmatch(line.strip()) or _SENTENCE.search(line)
         if match is not None and int(match["id"]) > 0:

@@ -1,5 +1,4 @@
-"""The state of a job from squeue: works without accounting, knows het components, never mistakes silence for
-the end.
+"""The state of a job from squeue: works without accounting, knows het components, never mistakes silence for the end.
 
 `fold` turns rows into one state; `Tracker` asks squeue and remembers the last good answer.
 """
@@ -31,8 +30,7 @@ ENDED = frozenset(
         "TIMEOUT",
     }
 )
-"""Slurm's final states; everything else that is not WAITING still holds nodes (RUNNING, COMPLETING,
-SUSPENDED, …)."""
+"""Slurm's final states; everything else that is not WAITING still holds nodes (RUNNING, COMPLETING, SUSPENDED, …)."""
 
 _ROW_ID = re.compile(r"(?P<job>\d+)(?:\+(?P<offset>\d+)|_(?P<task>\d+|\[[^\]]*\]))?(?P<step>\.\w+)?", re.ASCII)
 
@@ -50,8 +48,7 @@ class JobRow:
 
 
 def squeue(job_ids: Iterable[str]) -> list[str]:
-    """squeue for jobs in every state and partition, finished ones included while the controller remembers
-    them."""
+    """squeue for jobs in every state and partition, finished ones included while the controller remembers them."""
     return [
         "squeue",
         "--all",

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.slurm_cluster import SlurmCluster, missing_programs
+from tests.harness.slurm_cluster import SlurmCluster
+from tests.harness.slurm_host import missing_programs
 
 
 def require_slurm() -> None:

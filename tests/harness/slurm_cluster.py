@@ -17,25 +17,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import pwd
-import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 from tests.harness.slurm_conf import ClusterSpec, cgroup_conf, gpu_links, gres_conf, slurm_conf
+from tests.harness.slurm_host import free_ports, missing_programs, port_lock, remove_cgroups, slurm_version
 from tests.harness.slurm_proc import Proc, end, processes, wait_gone
 
+JOB_END_SECONDS = 1.5
+"""How long jobs may take to end when the cluster goes down."""
 MAX_SOCKET_PATH = 107
 """Longest path of a unix socket on Linux, in bytes."""
 
@@ -53,16 +54,8 @@ class ClusterFailed(RuntimeError):
     """The cluster did not come up (or go down); the message holds the end of the daemons' logs."""
 
 
-def missing_programs() -> list[str]:
-    """The Slurm programs that this machine lacks (Debian: packages slurm-wlm and munge)."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-    wanted = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
-    return [name for name in wanted if shutil.which(name, path=path) is None]
-
-
 class SlurmCluster:
-    """Context manager around a cluster; see the module's docstring. `base` must be short (unix socket
-    inside)."""
+    """Context manager around a cluster; see the module's docstring. `base` must be short (unix socket inside)."""
 
     def __init__(
         self,
@@ -154,15 +147,13 @@ class SlurmCluster:
             time.sleep(0.05)
 
     def job_processes(self) -> list[Proc]:
-        """Living processes of this cluster's jobs: step daemons and everything that a job started."""
+        """Living processes of this cluster's jobs: step daemons, and whatever has a job's environment."""
         found = []
         for proc in processes():
             env = proc.environ()
-            # A slurmstepd writes over its environment block; it is told by its parent chain's name and ours
-            # below.
-            if env.get("SLURM_CONF") == str(self.conf) and "SLURM_JOB_ID" in env:
+            if env.get("SLURM_CONF") == str(self.conf) and ("SLURM_JOB_ID" in env or proc.comm() == "slurmstepd"):
                 found.append(proc)
-        return found + self._stepds()
+        return found
 
     # ------------------------------------------------------------------ up and down
 
@@ -186,9 +177,9 @@ class SlurmCluster:
             raise ClusterFailed(f"Slurm programs are missing: {', '.join(lacking)}; install slurm-wlm and munge")
         if len(os.fsencode(self.spec.munge_socket)) > MAX_SOCKET_PATH:
             raise ClusterFailed(f"{self.base} is too long a path for a unix socket; choose a shorter base")
-        with _port_lock():
-            ports = _free_ports(1 + len(self.spec.node_ports))
-            self.spec = _with_ports(self.spec, ports)
+        with port_lock():
+            ports = free_ports(1 + len(self.spec.node_ports))
+            self.spec = replace(self.spec, ctld_port=ports[0], node_ports=tuple(ports[1:]))
             self._write()
             run = self.base / "run"
             self._start(
@@ -226,19 +217,22 @@ class SlurmCluster:
         self._daemons["slurmctld"].send(sig)
 
     def down(self) -> None:
-        """Cancel jobs, end every daemon and step daemon of this cluster, remove the folder if it was made
-        here."""
+        """End jobs, daemons and step daemons of this cluster; remove the folder if it was made here.
+
+        Jobs get a moment to end by themselves, then whatever is left of them is killed: nothing may outlive the
+        cluster, not even what Slurm itself cannot reach.
+        """
         if "slurmctld" in self._daemons and self._daemons["slurmctld"].alive:
             with contextlib.suppress(subprocess.TimeoutExpired, ClusterFailed):
-                self.run("scancel", "-f", "-u", self.spec.user, seconds=5, check=False)
-                self.wait_jobs_gone(2.0 + self.spec.kill_wait)
-        left = wait_gone(self.job_processes(), 2.0)
-        left = end(left, term_seconds=0.0)
+                self.run("scancel", f"--user={self.spec.user}", seconds=5, check=False)
+        left = end(wait_gone(self.job_processes(), JOB_END_SECONDS), term_seconds=0.0)
         slurm = [proc for name, proc in self._daemons.items() if name != "munged"]
-        left += end(slurm, term_seconds=5.0)
+        left += end(slurm, term_seconds=3.0)
         left += end([proc for name, proc in self._daemons.items() if name == "munged"], term_seconds=2.0)
+        left += end(self.job_processes(), term_seconds=0.0)
         self._daemons.clear()
-        self._remove_cgroups()
+        if self.spec.proctrack.endswith("cgroup"):
+            remove_cgroups(self.nodes)
         if self._own_base:
             shutil.rmtree(self.base, ignore_errors=True)
         if left:
@@ -296,7 +290,7 @@ class SlurmCluster:
         etc = self.base / "etc"
         (etc / "slurm.conf").write_text(slurm_conf(self.spec), encoding="utf-8")
         (etc / "gres.conf").write_text(gres_conf(self.spec), encoding="utf-8")
-        (etc / "cgroup.conf").write_text(cgroup_conf(_version()), encoding="utf-8")
+        (etc / "cgroup.conf").write_text(cgroup_conf(slurm_version()), encoding="utf-8")
         (etc / "plugstack.conf").write_text("", encoding="utf-8")
         if self.spec.task_prolog is not None:
             self.spec.task_prolog.write_text(self._task_prolog or "", encoding="utf-8")
@@ -341,82 +335,6 @@ class SlurmCluster:
             tail = path.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
             parts.append("\n".join([f"--- {path.name}", *tail]))
         return "\n".join(parts)
-
-    def _stepds(self) -> list[Proc]:
-        """Step daemons of this cluster: a slurmstepd that holds a socket file in our spool folder."""
-        found = []
-        for proc in processes():
-            if proc.comm() == "slurmstepd" and _mentions(proc.pid, str(self.base)):
-                found.append(proc)
-        return found
-
-    def _remove_cgroups(self) -> None:
-        if not self.spec.proctrack.endswith("cgroup"):
-            return
-        for controller in Path("/sys/fs/cgroup").glob("*"):
-            for name in self.nodes:
-                top = controller / f"slurm_{name}"
-                for folder in sorted(top.rglob("*"), reverse=True) if top.is_dir() else ():
-                    if folder.is_dir():
-                        with contextlib.suppress(OSError):
-                            folder.rmdir()
-                with contextlib.suppress(OSError):
-                    top.rmdir()
-
-
-def _mentions(pid: int, base: str) -> bool:
-    try:
-        if os.readlink(f"/proc/{pid}/cwd").startswith(base + "/"):
-            return True
-        names = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return False
-    for name in names:
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/fd/{name}").startswith(base + "/"):
-                return True
-    return False
-
-
-def _with_ports(spec: ClusterSpec, ports: Sequence[int]) -> ClusterSpec:
-    from dataclasses import replace
-
-    return replace(spec, ctld_port=ports[0], node_ports=tuple(ports[1:]))
-
-
-@contextlib.contextmanager
-def _port_lock() -> Iterator[None]:
-    """Only one cluster of this user chooses ports at a time; held until its daemons listen."""
-    path = Path(tempfile.gettempdir()) / f"slurm-harness-ports.{os.getuid()}.lock"
-    with path.open("w", encoding="utf-8") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens, outside the range the kernel hands out to clients."""
-    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as stream:
-        low, high = (int(word) for word in stream.read().split())
-    spread = os.getpid() % 97 * 16
-    candidates = [port for port in [*range(12_000, 30_000), *range(61_001, 65_000)] if not low <= port <= high]
-    found: list[int] = []
-    for port in candidates[spread:] + candidates[:spread]:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-        found.append(port)
-        if len(found) == count:
-            return found
-    raise ClusterFailed(f"no {count} free ports outside the ephemeral range {low}-{high}")
-
-
-def _version() -> tuple[int, int]:
-    text = subprocess.run(["slurmd", "-V"], capture_output=True, text=True, timeout=10, check=False).stdout
-    found = re.search(r"(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

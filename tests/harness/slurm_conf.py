@@ -114,8 +114,7 @@ def slurm_conf(spec: ClusterSpec) -> str:
 
 
 def gres_conf(spec: ClusterSpec) -> str:
-    """gres.conf. A device file must be a character device to count as a GPU with an index; see
-    `gpu_links`."""
+    """gres.conf. A device file must be a character device to count as a GPU with an index; see `gpu_links`."""
     lines = ["AutoDetect=off"]
     if spec.gpus:
         kind = f" Type={spec.gpu_type}" if spec.gpu_type else ""

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Proc:
-    """One process, told apart from a later one with the same pid by its start time (clock ticks since
-    boot)."""
+    """One process, told apart from a later one with the same pid by its start time (clock ticks since boot)."""
 
     pid: int
     start: int

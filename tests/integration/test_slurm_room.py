@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -210,7 +211,8 @@ def test_two_steps_run_beside_each_other_and_one_can_be_signalled(job: Job) -> N
     (node,) = nodes_by_component(env)[1]
     component = env["SLURM_JOB_ID_HET_GROUP_1"]
     mark = shlex.quote(str(job.folder))
-    body = f"end() {{ touch {mark}/term; exit 7; }}; trap end TERM; touch {mark}/up-$0; while :; do sleep 0.05; done"
+    traps = f"end() {{ touch {mark}/$1-$0; exit 7; }}; trap 'end TERM' TERM; trap 'end INT' INT"
+    body = f"{traps}; touch {mark}/up-$0; while :; do sleep 0.05; done"
     running = [
         subprocess.Popen(
             steps.node_step(node, ["bash", "-c", body, name], het_group=1, name=name),
@@ -232,10 +234,14 @@ def test_two_steps_run_beside_each_other_and_one_can_be_signalled(job: Job) -> N
         row = by_name["first"]
         job.cluster.run(*steps.signal_step(row.job_id, row.step_id), check=False)
         assert running[0].wait(10) == 7
-        assert (job.folder / "term").exists()
+        assert (job.folder / "TERM-first").exists()
         assert running[1].poll() is None
         left = steps.parse_steps(job.cluster.run(*steps.list_steps(ids)).out)
         assert "first" not in {row.name for row in left}
+
+        running[1].send_signal(signal.SIGINT)
+        assert running[1].wait(10) == 7
+        assert (job.folder / "INT-second").exists()
     finally:
         job.cluster.run("scancel", ref.job_id)
         for child in running:

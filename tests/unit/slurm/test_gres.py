@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_slurm.slurm.gres import GresError, GresItem, gpu_counts, parse, parse_idx, parse_ranges
-import contextlib
 
 
 @pytest.mark.parametrize(

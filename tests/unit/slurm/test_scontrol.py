@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from datetime import datetime
 from pathlib import Path
 
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 
 from relax_slurm.errors import ConfigError
 from relax_slurm.slurm.scontrol import end_time, parse_config, parse_jobs, show_job, step_end_is_proof
-import contextlib
 
 RECORDED = (Path(__file__).parent / "golden" / "scontrol-het.txt").read_text()
 

@@ -32,6 +32,7 @@ def test_one_node_of_a_het_component() -> None:
         "--export=ALL",
         "--input=none",
         "--unbuffered",
+        "--disable-status",
         "--job-name=sidecar-node3",
         "--output=/runs/a b/100%%/node3.log",
         "--error=/runs/a b/100%%/node3.log",
