@@ -69,8 +69,8 @@ class SubscribedDiscovery:
 class PolledDiscovery:
     """Views fetched from `GATEWAY/ROLE/engines?schema=2` when the held one is too old or in doubt.
 
-    `max_age_seconds` is how long a view is used unasked; `stale_seconds` how long it may stand in while the gateway does
-    not answer; `pause_seconds` is kept between two fetches, whatever is asked. Works from any event loop.
+    `max_age_seconds` is how long a view is used unasked, `stale_seconds` how long it may stand in while the gateway
+    does not answer; while a view is at hand, fetches are `pause_seconds` apart. Works from any event loop.
     """
 
     def __init__(
@@ -113,13 +113,14 @@ class PolledDiscovery:
         running = self._running.get(key)
         if running is None or running.get_loop() is not loop:
             running = self._running[key] = loop.create_task(self._fetch(role))
-            running.add_done_callback(lambda _: self._running.pop(key, None))
+            running.add_done_callback(lambda task: self._fetched(key, task))
         try:
             # Shielded: one caller that gives up must not take the answer from the others.
             return await asyncio.shield(running)
         except Unauthorized:
             raise
         except RelaxError:
+            self._doubted.add(role)
             if held is not None and self._clock() - held[1] <= self._stale_seconds:
                 return held[0]
             raise
@@ -136,6 +137,11 @@ class PolledDiscovery:
             task.cancel()
         await asyncio.gather(*mine, return_exceptions=True)
         await self._pools.close()
+
+    def _fetched(self, key: tuple[int, Role], task: asyncio.Task[RoleSnapshot]) -> None:
+        self._running.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # seen, even when everybody who waited has left
 
     async def _fetch(self, role: Role) -> RoleSnapshot:
         self._tried[role] = self._clock()

@@ -110,9 +110,7 @@ class RoutingDoc(Doc):
 
     def value(self) -> RoutingSpec:
         """The checked shape as a value."""
-        return RoutingSpec(
-            self.default_model, self.route_key_map, self.aliases, self.policy, self.policy_revision
-        )
+        return RoutingSpec(self.default_model, self.route_key_map, self.aliases, self.policy, self.policy_revision)
 
 
 class SnapshotDoc(Doc):

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from relax_slurm.core.plan import Role, RouteMode
 from relax_slurm.core.snapshot import (
+    DiscoveryInvalid,
     EngineEntry,
     ModelEntry,
     ReplicaState,
@@ -76,6 +77,9 @@ class Registry:
         before = old.models[model]
         place = place_of(before.engines, engine.engine_id)
         known = place < len(before.engines) and before.engines[place] == engine
+        for name, other in old.models.items():
+            if name != model and any(held.engine_id == engine.engine_id for held in other.engines[_at(other, engine)]):
+                raise DiscoveryInvalid(f"{role}: engine id {engine.engine_id!r} belongs to {name!r}, not to {model!r}")
         after = before if known else with_engines(before, (engine,), ())
         if state is None:
             state = _state_after(after, engine)
@@ -87,6 +91,12 @@ class Registry:
         head = {} if before.state is state else {model: replace(after, engines=())}
         moved = {} if known else {model: (engine,)}
         return Update(role, self.epoch, old.revision, new.revision, None, head, moved)
+
+
+def _at(model: ModelEntry, engine: EngineEntry) -> slice:
+    """Where the engine is among the model's, if it is there: at most one place."""
+    place = place_of(model.engines, engine.engine_id)
+    return slice(place, place + 1)
 
 
 def _state_after(model: ModelEntry, engine: EngineEntry) -> ReplicaState:

@@ -168,9 +168,7 @@ def model_resolvable(model: ModelEntry) -> bool:
 
 # --- meaning ------------------------------------------------------------------------------------------------
 
-_URL = re.compile(
-    r"https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?(?:/[^\s?#]*)?", re.IGNORECASE
-)
+_URL = re.compile(r"https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?(?:/[^\s?#]*)?", re.IGNORECASE)
 
 
 def check_url(url: str, where: str) -> None:
@@ -205,19 +203,13 @@ def check_model_head(role: Role, model: ModelEntry) -> None:
     if model.router_url is not None:
         check_url(model.router_url, where)
     if role is not Role.ROLLOUT and model.weight_source is not WeightSource.STATIC:
-        raise DiscoveryInvalid(
-            f"{where}: weight_source {model.weight_source} on a {role} model, must be STATIC"
-        )
+        raise DiscoveryInvalid(f"{where}: weight_source {model.weight_source} on a {role} model, must be STATIC")
     if model.weight_source is WeightSource.STATIC:
         if model.weight_version is not None:
-            raise DiscoveryInvalid(
-                f"{where}: weight_version {model.weight_version!r} on a STATIC model, must be null"
-            )
+            raise DiscoveryInvalid(f"{where}: weight_version {model.weight_version!r} on a STATIC model, must be null")
         updates = WEIGHT_UPDATE_CAPABILITIES.intersection(model.capabilities or ())
         if updates:
-            raise DiscoveryInvalid(
-                f"{where}: a STATIC model offers {sorted(updates)}; its weights never change"
-            )
+            raise DiscoveryInvalid(f"{where}: a STATIC model offers {sorted(updates)}; its weights never change")
 
 
 def check_order(model: ModelEntry, where: str) -> None:
@@ -242,9 +234,7 @@ def check_routing(role: Role, routing: RoutingSpec, models: Mapping[str, ModelEn
             )
     for alias, target in routing.aliases.items():
         if alias in models and alias != target:
-            raise DiscoveryInvalid(
-                f"{role} routing: alias {alias!r} for {target!r} hides the model {alias!r}"
-            )
+            raise DiscoveryInvalid(f"{role} routing: alias {alias!r} for {target!r} hides the model {alias!r}")
 
 
 def check_snapshot(snapshot: RoleSnapshot) -> None:

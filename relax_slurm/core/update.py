@@ -184,9 +184,7 @@ def apply(snapshot: RoleSnapshot | None, update: Update) -> RoleSnapshot:
     for name in {**update.engines, **update.removed_engines}:
         if name not in models:
             raise DiscoveryInvalid(f"update {update.role}: engines of the unknown model {name!r}")
-        models[name] = with_engines(
-            models[name], update.engines.get(name, ()), update.removed_engines.get(name, ())
-        )
+        models[name] = with_engines(models[name], update.engines.get(name, ()), update.removed_engines.get(name, ()))
     routing = update.routing or (None if snapshot is None else snapshot.routing)
     if routing is None:
         raise DiscoveryInvalid(f"update {update.role}: the first update carries no routing")

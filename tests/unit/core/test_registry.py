@@ -41,10 +41,7 @@ def pictures(draw: st.DrawFn) -> tuple[RoutingSpec, list[ModelEntry]]:
     models = []
     for name in names:
         indexes = draw(st.lists(st.integers(0, 12), max_size=4, unique=True))
-        engines = [
-            engine(name, i, draw(st.sampled_from([READY, SLEEPING])), draw(st.integers(1, 2)))
-            for i in indexes
-        ]
+        engines = [engine(name, i, draw(st.sampled_from([READY, SLEEPING])), draw(st.integers(1, 2))) for i in indexes]
         models.append(model(name, *engines, version=draw(st.sampled_from(["0", "1"]))))
     routing = RoutingSpec(
         draw(st.sampled_from(names)),
@@ -90,10 +87,7 @@ def test_publishing_the_same_changes_nothing() -> None:
     assert first is not None
     assert first.revision == 1
     before = registry.snapshot(Role.ROLLOUT)
-    assert (
-        registry.publish(Role.ROLLOUT, RoutingSpec("m0"), [model("m0", engine("m0", 0), engine("m0", 1))])
-        is None
-    )
+    assert registry.publish(Role.ROLLOUT, RoutingSpec("m0"), [model("m0", engine("m0", 0), engine("m0", 1))]) is None
     assert registry.snapshot(Role.ROLLOUT) is before
     assert registry.revisions() == {"rollout": 1}
     assert registry.publish_engine(Role.ROLLOUT, "m0", engine("m0", 1)) is None
@@ -137,6 +131,11 @@ def test_what_a_reader_would_refuse_is_not_published() -> None:
         registry.publish(Role.ROLLOUT, RoutingSpec("m1"), [model("m0")])
     with pytest.raises(DiscoveryInvalid):
         registry.publish_engine(Role.ROLLOUT, "m0", EngineEntry("m0/replica-0", None, SLEEPING, True, 1))
+    both = [model("m0", engine("m0", 0)), model("m1", engine("m1", 0))]
+    other = Registry("e")
+    other.publish(Role.ROLLOUT, RoutingSpec("m0"), both)
+    with pytest.raises(DiscoveryInvalid, match="belongs to"):
+        other.publish_engine(Role.ROLLOUT, "m0", engine("m1", 0))
     with pytest.raises(DiscoveryInvalid):
         registry.publish(Role.TEACHER, RoutingSpec("m0"), [model("m0")])
     assert registry.snapshot(Role.ROLLOUT) is before

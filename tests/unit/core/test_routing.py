@@ -123,9 +123,7 @@ def test_only_ready_and_eligible_replicas_take_requests() -> None:
 
 
 def test_router_mode() -> None:
-    routed = with_model(
-        snapshot(0), route_mode=RouteMode.SGLANG_ROUTER, router_url="http://router:1", engines=()
-    )
+    routed = with_model(snapshot(0), route_mode=RouteMode.SGLANG_ROUTER, router_url="http://router:1", engines=())
     target = RouteResolver().resolve(routed, affinity_key="k")
     assert (target.url, target.engine_id, target.generation) == ("http://router:1", None, None)
     with pytest.raises(Unavailable):
@@ -170,9 +168,7 @@ ids = st.lists(st.text(min_size=1, max_size=12), min_size=2, max_size=130, uniqu
 
 
 @given(ids, st.lists(st.text(min_size=1), min_size=1, max_size=20), st.data())
-def test_a_lost_replica_moves_only_its_own_keys(
-    names: list[str], keys: list[str], data: st.DataObject
-) -> None:
+def test_a_lost_replica_moves_only_its_own_keys(names: list[str], keys: list[str], data: st.DataObject) -> None:
     lost = data.draw(st.sampled_from(names))
     left = [name for name in names if name != lost]
     before, after = Rendezvous("scope", names), Rendezvous("scope", left)
