@@ -9,18 +9,17 @@ resumed: only the end of the process settles it.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from relax_slurm.core.engine_spec import InferenceEngineSpec, Operation, OperationRefused, spec_for
-from relax_slurm.errors import DeadlineExceeded, EngineFailed, RecoveryRequired, RelaxError, StartupFailed
-from relax_slurm.forward.call import Response
+from relax_slurm.errors import EngineFailed, RecoveryRequired, RelaxError, StartupFailed
 from sidecars import process
 from sidecars.command_line import build
+from sidecars.engine_http import EngineHttp, Requester, excerpt
 from sidecars.process import Exit, OwnedProcess
 from sidecars.worker import WorkerSpec
 
@@ -66,20 +65,6 @@ class TagState(StrEnum):
     """A call about it failed half-way."""
 
 
-class Requester(Protocol):
-    """The part of `relax_slurm.forward.Upstream` that is used here."""
-
-    async def request(
-        self,
-        method: str,
-        url: str,
-        headers: Iterable[tuple[bytes, bytes]] = (),
-        body: bytes = b"",
-        timeout_seconds: float = 10.0,
-    ) -> Response:
-        """One request with its whole answer; RelaxError when there is none."""
-
-
 class SGLangEngine:
     """One engine process. All methods belong to the event loop that called `start`."""
 
@@ -93,9 +78,9 @@ class SGLangEngine:
         """Whether resident weights hold a checkpoint. A resume without a CPU backup leaves noise in them."""
         self.paused = False
         self.tags: dict[Tag, TagState] = dict.fromkeys(Tag, TagState.RESIDENT)
-        self._upstream = upstream
         self._clock = clock
         self._log_path = Path(worker.log_path)
+        self._http = EngineHttp(worker, upstream)
         self._process = OwnedProcess(build(worker), self._log_path)
         self._drained = False
 
@@ -175,17 +160,17 @@ class SGLangEngine:
         if not self._process.running:
             return False
         try:
-            answer = await self._send("GET", "/health", None, timeout_seconds, admin=False)
+            answer = await self._http.send("GET", "/health", None, timeout_seconds, admin=False)
         except RelaxError:
             return False
         return answer.status == 200
 
     async def info(self) -> dict[str, Any]:
         """The engine's /model_info; the older spelling for versions that do not have it."""
-        answer = await self._send("GET", "/model_info", None, CONTROL_SECONDS, admin=False)
+        answer = await self._http.send("GET", "/model_info", None, CONTROL_SECONDS, admin=False)
         if answer.status == 404:
-            answer = await self._send("GET", "/get_model_info", None, CONTROL_SECONDS, admin=False)
-        return self._object("/model_info", answer)
+            answer = await self._http.send("GET", "/get_model_info", None, CONTROL_SECONDS, admin=False)
+        return self._http.document("/model_info", answer)
 
     async def weight_version(self) -> str:
         """Version of the weights that are loaded now."""
@@ -195,7 +180,7 @@ class SGLangEngine:
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT, timeout_seconds: float = CONTROL_SECONDS) -> None:
         """Stop generating; requests that come now hang until `continue_`."""
-        await self._control("/pause_generation", {"mode": mode.value}, timeout_seconds)
+        await self._http.control("/pause_generation", {"mode": mode.value}, timeout_seconds)
         self.paused = True
 
     async def continue_(self, timeout_seconds: float = CONTROL_SECONDS) -> None:
@@ -204,24 +189,24 @@ class SGLangEngine:
         if missing:
             raise self._refused("continue", f"{', '.join(missing)} is not resident", "onload it first")
         self._drained = False
-        await self._control("/continue_generation", {}, timeout_seconds)
+        await self._http.control("/continue_generation", {}, timeout_seconds)
         self.paused = False
 
     async def abort_all(self, timeout_seconds: float = CONTROL_SECONDS) -> None:
         """Abort everything the engine's scheduler has."""
-        await self._control("/abort_request", {"abort_all": True}, timeout_seconds)
+        await self._http.control("/abort_request", {"abort_all": True}, timeout_seconds)
 
     async def abort(self, rid: str, timeout_seconds: float = CONTROL_SECONDS) -> None:
         """Abort request `rid` and every request whose id begins with it: ids must all be of one length."""
         if not rid:
             raise self._refused("abort", "the request id is empty", "name one, or abort all")
-        await self._control("/abort_request", {"rid": rid}, timeout_seconds)
+        await self._http.control("/abort_request", {"rid": rid}, timeout_seconds)
 
     async def flush(self, timeout_seconds: float = CONTROL_SECONDS) -> bool:
         """Empty the KV cache. True only when nothing runs or waits: the proof that the engine is drained."""
-        answer = await self._send("POST", "/flush_cache", {}, timeout_seconds, admin=True)
+        answer = await self._http.send("POST", "/flush_cache", {}, timeout_seconds, admin=True)
         if answer.status not in {200, 400}:
-            raise self._unexpected("/flush_cache", answer)
+            raise self._http.unexpected("/flush_cache", answer)
         self._drained = answer.status == 200 and self.paused
         return answer.status == 200
 
@@ -264,11 +249,11 @@ class SGLangEngine:
         self.tags.update(dict.fromkeys(tags, TagState.UNKNOWN))
         body = {"tags": [tag.value for tag in tags]}
         try:
-            answer = await self._send("POST", path, body, timeout_seconds, admin=True)
+            answer = await self._http.send("POST", path, body, timeout_seconds, admin=True)
         except RelaxError as error:
             raise self._doubtful(path, tags, error.message) from error
         if answer.status != 200:
-            raise self._doubtful(path, tags, _excerpt(answer))
+            raise self._doubtful(path, tags, excerpt(answer))
         self.tags.update(dict.fromkeys(tags, after))
 
     def _refuse_unknown(self, what: str) -> None:
@@ -315,51 +300,11 @@ class SGLangEngine:
         body: dict[str, Any] = {"model_path": path, "flush_cache": flush_cache, "abort_all_requests": abort}
         if version is not None:
             body["weight_version"] = version
-        answer = await self._control("/update_weights_from_disk", body, timeout_seconds)
+        answer = await self._http.control("/update_weights_from_disk", body, timeout_seconds)
         if answer.get("success") is not True:
             raise EngineFailed(f"{self.worker.worker_id}: loading {path} failed: {answer.get('message')}")
         self.model_path = self.served_model_name = path
         self.weights_valid = True
 
-    # ---- HTTP --------------------------------------------------------------------------------------------------
-
-    async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_seconds: float, *, admin: bool
-    ) -> Response:
-        key = (self.worker.admin_key if admin else None) or self.worker.api_key
-        headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
-        raw = b""
-        if body is not None:
-            headers.append((b"content-type", b"application/json"))
-            raw = json.dumps(body).encode()
-        if timeout_seconds <= 0:
-            raise DeadlineExceeded(f"{self.worker.worker_id}: no time is left for {path}; nothing was sent")
-        return await self._upstream.request(method, self.worker.base_url + path, headers, raw, timeout_seconds)
-
-    async def _control(self, path: str, body: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        answer = await self._send("POST", path, body, timeout_seconds, admin=True)
-        if answer.status != 200:
-            raise self._unexpected(path, answer)
-        return self._object(path, answer) if answer.body.startswith(b"{") else {}
-
-    def _object(self, path: str, answer: Response) -> dict[str, Any]:
-        try:
-            value = json.loads(answer.body) if answer.status == 200 else None
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise self._unexpected(path, answer)
-        return value
-
-    def _unexpected(self, path: str, answer: Response) -> EngineFailed:
-        return EngineFailed(
-            f"{self.worker.worker_id}: {path} answered {answer.status} ({_excerpt(answer)}), wanted 200; see "
-            f"{self._log_path}"
-        )
-
     def _refused(self, what: str, why: str, instead: str) -> OperationRefused:
         return OperationRefused(f"{self.worker.worker_id}: {what} is refused, {why}; {instead}")
-
-
-def _excerpt(answer: Response) -> str:
-    return answer.body[:200].decode("utf-8", "replace").strip() or "no body"

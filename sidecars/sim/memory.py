@@ -56,6 +56,11 @@ class CardMemory:
         """Whether a forward pass would find its memory."""
         return not (self._saver and self._released.intersection(ALL_TAGS))
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights could be written now."""
+        return not (self._saver and "weights" in self._released)
+
     def start(self) -> None:
         """Take everything. `OutOfMemory` when it does not fit."""
         for tag in (CONTEXT, *ALL_TAGS):

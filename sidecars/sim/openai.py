@@ -38,7 +38,7 @@ def parse(body: Any, limits: Limits, fresh: str, served: str, *, chat: bool) -> 
         raise Invalid(f"n: Input should be an integer from 1 to 128, got {count!r}", validation=True)
     options = body.get("stream_options")
     usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
-    check_length(prompt, sampling, limits)
+    check_length(prompt, sampling.max_new_tokens, limits)
     logprobs = _logprobs(body, len(prompt), chat=chat)
     items = tuple(
         Item(fresh if count == 1 else f"{fresh}{index:04x}", prompt, _seeded(sampling, index), logprobs)

@@ -110,8 +110,9 @@ def parse_generate(body: Any, limits: Limits, fresh_rid: str) -> Generate:
     params = body.get("sampling_params")
     if isinstance(params, list) and not batch:
         raise Invalid("sampling_params: a list needs a batch", validation=True)
-    samplings = [parse_sampling(item) for item in _spread(params, len(prompts), "sampling_params", None)]
-    copies = {_copies(item) for item in _spread(params, len(prompts), "sampling_params", None)}
+    given = _spread(params, len(prompts), "sampling_params", None)
+    samplings = [parse_sampling(item) for item in given]
+    copies = {_copies(item) for item in given}
     if len(copies) > 1:
         raise Invalid("The parallel_sample_num should be the same for all samples in sample params.")
     count = copies.pop()
@@ -120,7 +121,7 @@ def parse_generate(body: Any, limits: Limits, fresh_rid: str) -> Generate:
     for copy in range(count):
         for index, prompt in enumerate(prompts):
             sampling = samplings[index]
-            check_length(prompt, sampling, limits)
+            check_length(prompt, _asked(given[index]), limits)
             logprobs = _logprobs(body, index, len(prompts), prompt, limits)
             rid = rids[copy * len(prompts) + index]
             sequences.append(Item(rid, prompt, sampling, logprobs))
@@ -230,14 +231,17 @@ def _number(params: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def check_length(prompt: Sequence[int], sampling: Sampling, limits: Limits) -> None:
-    """`Invalid` when prompt and completion do not fit into the context."""
+def _asked(params: Any) -> int | None:
+    return params.get("max_new_tokens") if isinstance(params, Mapping) else None
+
+
+def check_length(prompt: Sequence[int], longest: int | None, limits: Limits) -> None:
+    """`Invalid` when the prompt, or the prompt and a length that was asked for, do not fit into the context."""
     if len(prompt) >= limits.context_length:
         raise Invalid(
             f"The input ({len(prompt)} tokens) is longer than the model's context length "
             f"({limits.context_length} tokens)."
         )
-    longest = sampling.max_new_tokens
     if longest is not None and len(prompt) + longest > limits.context_length:
         raise Invalid(
             "Requested token count exceeds the model's maximum context length of "

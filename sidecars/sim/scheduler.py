@@ -240,7 +240,7 @@ class Scheduler:
         Unless the engine is paused, running requests are waited for (or aborted) and new ones wait at the
         door.
         """
-        if not self._memory.usable:
+        if not self._memory.has_weights:
             raise Deadly("CUDA error: an illegal memory access was encountered (weights are released)")
         if abort_first:
             self.abort("", everything=True)

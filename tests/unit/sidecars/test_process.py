@@ -10,10 +10,12 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvloop
 
 from relax_slurm.errors import StartupFailed
 from sidecars import proc, process
@@ -61,7 +63,8 @@ def test_code_signal_and_callbacks(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_term_lets_the_leader_finish(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_term_lets_the_leader_finish(tmp_path: Path, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
     async def scenario() -> None:
         child = owned(
             tmp_path,
@@ -82,7 +85,7 @@ def test_term_lets_the_leader_finish(tmp_path: Path) -> None:
         assert end.code == 0
         assert tail(tmp_path / "log" / "engine.log")[-1] == "drained"
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_what_ignores_term_is_killed(tmp_path: Path) -> None:
