@@ -16,6 +16,7 @@
         ├── Unauthorized       401
         ├── Forbidden          403
         ├── NotFound           404
+        ├── MethodNotAllowed   405
         ├── BodyTooLarge       413
         ├── UpstreamFailed     502
         ├── Unavailable        503 + Retry-After

@@ -64,9 +64,7 @@ class Admission(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One entry of the allow list. `checked` bodies go through the payload check before they are
-    forwarded.
-    """
+    """One entry of the allow list. `checked` bodies go through the payload check before they are forwarded."""
 
     method: str
     kind: Kind
@@ -163,9 +161,7 @@ INFO_FIELDS: Final = frozenset(
         "root",
     }
 )
-"""Fields of info answers that say nothing about keys, files or the command line; what a router reads to
-register.
-"""
+"""Fields of info answers that say nothing about keys, files or the command line; what a router reads to register."""
 
 GENERATION_HEADER: Final = b"x-relax-generation"
 _OWN_HEADERS: Final = frozenset({b"authorization", b"x-api-key", GENERATION_HEADER})
@@ -292,9 +288,7 @@ class AdmissionGuard:
         self.state = Admission.OPEN
 
     def hold(self) -> None:
-        """Stop admitting at once, leave what runs alone: for when the head node falls silent. Only from
-        OPEN.
-        """
+        """Stop admitting at once, leave what runs alone: for when the head node falls silent. Only from OPEN."""
         if self.state is Admission.OPEN:
             self.state = Admission.HELD
 

@@ -1,6 +1,4 @@
-"""One request on its way to an upstream, as a callback machine; and the form that collects the whole
-answer.
-"""
+"""One request on its way to an upstream, as a callback machine; and the form that collects the whole answer."""
 
 from __future__ import annotations
 

@@ -15,9 +15,7 @@ _MIN_STEP_SECONDS = 0.005
 
 
 class Watched(Protocol):
-    """Something with a deadline in `loop.time()` seconds; `expired` is called once the deadline has
-    passed.
-    """
+    """Something with a deadline in `loop.time()` seconds; `expired` is called once the deadline has passed."""
 
     deadline: float
 

@@ -1,9 +1,7 @@
-"""One client connection: requests from the reader, exchanges for the handler, answers in the order of the
-requests.
+"""One client connection: requests from the reader, exchanges for the handler, answers in order.
 
-While an exchange runs, later bytes are kept unparsed (and reading pauses when they grow), so a pipelining
-client costs no more memory than one that waits. Reading goes on otherwise, because that is how a client's
-leaving is noticed.
+While an exchange runs, later bytes are kept unparsed (and reading pauses when they grow), so a pipelining client costs
+no more memory than one that waits. Reading goes on otherwise, because that is how a client's leaving is noticed.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ if TYPE_CHECKING:
 
 _STASH_PAUSE_BYTES = 64 * 1024
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
 _BETWEEN, _ENDED = Reading.BETWEEN, Reading.ENDED  # member access on an enum class is slow
+_DONE = Phase.DONE
 
 
 class Connection(asyncio.Protocol, Link):
@@ -42,6 +39,7 @@ class Connection(asyncio.Protocol, Link):
         "_stash",
         "_task",
         "_transport",
+        "_waited",
         "deadline",
     )
 
@@ -58,6 +56,7 @@ class Connection(asyncio.Protocol, Link):
         self.ending = server.stopping
         self._eof = False
         self._lingering = False
+        self._waited: Reading | None = None
         self.deadline = NEVER
 
     # transport callbacks
@@ -81,7 +80,7 @@ class Connection(asyncio.Protocol, Link):
         self._stash.clear()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            if exchange.phase is not Phase.DONE:
+            if exchange.phase is not _DONE:
                 self._server.counters.aborted += 1
             exchange.client_left()
             exchange.client_drained()
@@ -137,9 +136,7 @@ class Connection(asyncio.Protocol, Link):
                 self._transport.pause_reading()
 
     def _pump(self) -> None:
-        """Run ready requests one after the other, then parse what was kept, until something has to be
-        waited for.
-        """
+        """Run ready requests one after the other, then parse what was kept, until something has to be waited for."""
         if self._pumping:
             return
         self._pumping = True
@@ -158,7 +155,7 @@ class Connection(asyncio.Protocol, Link):
             self._pumping = False
         if self._exchange is None and self.writable and self._transport is not None and not self._lingering:
             if self._eof or reader.reading is _ENDED:
-                self._transport.close()
+                self._close()
                 return
             if self._paused_reading:
                 self._paused_reading = False
@@ -178,6 +175,7 @@ class Connection(asyncio.Protocol, Link):
         server = self._server
         server.counters.requests += 1
         self.deadline = NEVER
+        self._waited = None
         exchange = self._exchange = Exchange(self, request)
         if self._eof:
             exchange.gone = True
@@ -198,7 +196,9 @@ class Connection(asyncio.Protocol, Link):
         except Exception as error:  # the boundary between the handler's code and the connection
             exchange.fail(error)
         else:
-            if exchange.phase is not Phase.DONE:
+            if exchange.gone:
+                exchange.cut()
+            elif exchange.phase is not _DONE:
                 exchange.fail(RuntimeError("the handler returned without finishing its answer"))
 
     def finished(self, exchange: Exchange, *, close: bool) -> None:
@@ -206,13 +206,12 @@ class Connection(asyncio.Protocol, Link):
         if exchange is not self._exchange:
             return
         self._exchange = None
-        if close:
+        if close or self.ending:
             self._reader.close()
             self._reader.refusal = None
             self._reader.ready.clear()
             self._stash.clear()
-            if self._transport is not None:
-                self._transport.close()
+            self._close()
         elif self._pumping:
             return
         elif self._stash or self._eof or self._reader.reading is not _BETWEEN or self._reader.ready:
@@ -226,8 +225,9 @@ class Connection(asyncio.Protocol, Link):
         """Set the deadline for what the connection waits for now, and let a waiting client send its body."""
         limits = self._server.limits
         reading = self._reader.reading
-        if self._lingering:
-            return
+        if self._lingering or (reading is self._waited and self.writable and not self._reader.expects):
+            return  # a head or a body has one deadline, however many pieces it comes in
+        self._waited = None if reading is _BETWEEN else reading
         if not self.writable:
             wait = limits.stall_seconds
         elif reading is Reading.HEAD:
@@ -245,9 +245,7 @@ class Connection(asyncio.Protocol, Link):
     # endings
 
     def expired(self) -> None:
-        """The deadline passed: close silently between requests, 408 inside one, cut a client that does not
-        read.
-        """
+        """The deadline passed: close silently between requests, 408 inside one, cut a client that does not read."""
         self.deadline = NEVER
         transport = self._transport
         if transport is None:
@@ -295,11 +293,18 @@ class Connection(asyncio.Protocol, Link):
         self.deadline = self._server.loop.time() + self._server.limits.linger_seconds
         self._server.clock.sooner(self)
 
+    def _close(self) -> None:
+        """Close once everything is sent, which a client that does not read can delay only so long."""
+        if self._transport is not None:
+            self._transport.close()
+            self.deadline = self._server.loop.time() + self._server.limits.stall_seconds
+            self._server.clock.sooner(self)
+
     def drain(self) -> None:
         """The server is stopping: close now when idle, else after the present answer."""
         self.ending = True
-        if self._exchange is None and not self._reader.ready and self._transport is not None:
-            self._transport.close()
+        if self._exchange is None and not self._reader.ready:
+            self._close()
 
     def abort(self) -> None:
         """Close at once and cancel the handler."""
@@ -322,7 +327,10 @@ class Connection(asyncio.Protocol, Link):
 
     def cut(self) -> None:
         """Part of Link."""
-        self._exchange = None
+        exchange, self._exchange = self._exchange, None
         if self._transport is not None:
-            self._server.counters.cut += 1
+            if exchange is not None and exchange.gone:
+                self._server.counters.aborted += 1
+            else:
+                self._server.counters.cut += 1
             self._transport.abort()

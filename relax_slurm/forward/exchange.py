@@ -112,9 +112,7 @@ class Exchange:
     # headers
 
     def add_header(self, name: bytes, value: bytes) -> None:
-        """Put a header (lowercase name) on whatever answer is sent, errors included; replaces an upstream's
-        one.
-        """
+        """Put a header (lowercase name) on whatever answer is sent, errors included; replaces an upstream's one."""
         self._extra_block += render(((name, value),))
         self.extra_names |= {name}
 
@@ -246,7 +244,6 @@ class Exchange:
                     waiter.set_result(None)
 
             self.on_drain(wake)
-            self.on_gone(wake)
             await waiter
         if self.gone:
             raise ClientGone
@@ -272,14 +269,15 @@ class Exchange:
         """Break the answer off: the connection closes without the end of the body."""
         if self.phase is not _DONE:
             self.phase = _DONE
+            self._gone_callbacks = self._drain_callback = None
             self._link.cut()
 
     def fail(self, error: BaseException) -> None:
-        """Answer an exception: a RelaxError as itself, anything else as a 500 that is logged; cut when too
-        late.
-        """
+        """Answer an exception: a RelaxError as itself, anything else as a 500 that is logged; cut when too late."""
         if self.phase is _STREAMING:
-            if not isinstance(error, ClientGone):
+            if isinstance(error, RelaxError):
+                log.warning("%s %s: cut after the first byte: %s", self.request.method, self.request.path, error)
+            elif not isinstance(error, ClientGone):
                 log.error("%s %s: cut after the first byte", self.request.method, self.request.path, exc_info=error)
             self.cut()
         elif self.phase is _NEW:
@@ -290,6 +288,8 @@ class Exchange:
             else:
                 log.error("%s %s: handler failed", self.request.method, self.request.path, exc_info=error)
                 self.respond_error(RelaxError("the server failed on this request; its log has the cause"), close=True)
+        elif not isinstance(error, RelaxError | ClientGone):
+            log.error("%s %s: failed after its answer", self.request.method, self.request.path, exc_info=error)
 
     # the client
 
@@ -303,9 +303,7 @@ class Exchange:
             self._gone_callbacks.append(callback)
 
     def on_drain(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once when the client has caught up. One producer per answer: the last callback
-        counts.
-        """
+        """Call `callback` once when the client has caught up. One producer per answer: the last callback counts."""
         self._drain_callback = callback
 
     def client_left(self) -> None:
@@ -315,6 +313,7 @@ class Exchange:
             callbacks, self._gone_callbacks = self._gone_callbacks, None
             for callback in callbacks or ():
                 callback()
+            self.client_drained()
 
     def client_drained(self) -> None:
         """The connection's word that unsent bytes fell below the low-water mark."""

@@ -182,9 +182,7 @@ class Request:
 
 
 def split_target(target: bytes) -> tuple[str, bytes, bytes]:
-    """(decoded path, raw path, raw query) of a request target; BadRequest when it is none of the HTTP
-    forms.
-    """
+    """(decoded path, raw path, raw query) of a request target; BadRequest when it is none of the HTTP forms."""
     return _split_cached(target) if len(target) <= 256 else _split(target)
 
 

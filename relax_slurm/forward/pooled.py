@@ -1,6 +1,4 @@
-"""One connection to an upstream: sends a call's bytes, parses the answer with llhttp, feeds the call's
-callbacks.
-"""
+"""One connection to an upstream: sends a call's bytes, parses the answer with llhttp, feeds the call's callbacks."""
 
 from __future__ import annotations
 
@@ -19,23 +17,19 @@ if TYPE_CHECKING:
     from relax_slurm.forward.upstream import Upstream
 
 _HOLD_BYTES = 256 * 1024
-"""An answer of known length up to this is handed over whole: one write, and a failure half-way is still a
-clean 502.
-"""
+"""An answer of known length up to this is handed over whole: one write, and a failure half-way is still a clean 502."""
 
-_LARGE_PAYLOAD_BYTES = 64 * 1024
 _MAX_HEAD_BYTES = 256 * 1024
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """Client side of one TCP connection. Carries one call at a time and goes back to the pool only when
-    clean.
-    """
+    """Client side of one TCP connection. Carries one call at a time and goes back to the pool only when clean."""
 
     __slots__ = (
         "_announced",
         "_chunks",
         "_done",
+        "_fields",
         "_head_done",
         "_headers",
         "_held",
@@ -62,15 +56,16 @@ class UpstreamConnection(asyncio.Protocol):
         self.idle_since = 0.0
         self.paused = False
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
-        # An answer with both framings is taken by its chunks and its Content-Length is dropped (RFC 9112,
-        # 6.3) self._parser.set_dangerous_leniencies(lenient_chunked_length=True)
+        # An answer with both framings is taken by its chunks and its Content-Length is dropped (RFC 9112, 6.3)
+        self._parser.set_dangerous_leniencies(lenient_chunked_length=True)
         self._poll: select.poll | None = None
         self._large_payload = False
         self._keep_alive = False
         self._reset()
 
     def _reset(self) -> None:
-        self._headers = Headers()
+        self._fields = Headers()
+        self._headers = self._fields
         self._chunks: list[bytes] = []
         self._status = 0
         self._length: int | None = None
@@ -199,8 +194,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header field; trailers are dropped."""
-        if not self._head_done:
-            self._headers.append((name.lower(), value))
+        self._fields.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """Status and framing are known."""
@@ -208,13 +202,14 @@ class UpstreamConnection(asyncio.Protocol):
             return
         parser = self._parser
         assert parser is not None
+        headers = self._headers = self._fields
+        self._fields = Headers()  # trailers go here and are dropped
         status = parser.get_status_code()
         if status < 200:
-            self._headers = Headers()
             return
         self._status = status
         self._head_done = True
-        names = self._headers.freeze()
+        names = headers.freeze()
         if b"transfer-encoding" in names:
             if names[b"transfer-encoding"].strip().lower() != b"chunked":
                 raise ValueError("a transfer coding other than 'chunked'")

@@ -115,7 +115,7 @@ class Relay(Call):
         self._first_byte = perf_counter()
         exchange = self._exchange
         if self._buffered:
-            self._finish(End.COMPLETE, response=Response(status, headers, body))
+            self._finish(_COMPLETE, response=Response(status, headers, body))
             return
         block = forward_block(headers, exchange.extra_names)
         if self.head_only:
@@ -174,6 +174,8 @@ class Relay(Call):
         if self._done is not None:
             self.cancel()
             self._finish(End.CLIENT_GONE)
+            if self._answers:
+                self._exchange.cut()
 
     def _collect(self, data: bytes) -> None:
         self._size += len(data)
@@ -211,17 +213,19 @@ class Relay(Call):
             return
         self._done = None
         first, started = self._first_byte, self._started
-        done(
-            Outcome(
-                end,
-                self._status,
-                self._exchange.sent_bytes,
-                None if first is None else first - started,
-                perf_counter() - started,
-                error,
-                response,
-            )
+        outcome = Outcome(
+            end,
+            self._status,
+            self._exchange.sent_bytes,
+            None if first is None else first - started,
+            perf_counter() - started,
+            error,
+            response,
         )
+        try:
+            done(outcome)
+        except Exception as failure:  # the boundary between the owner's code and two connections
+            self._exchange.fail(failure)
 
 
 def relay(
@@ -241,13 +245,14 @@ def relay(
 ) -> Relay:
     """Forward in callback form, without a task: returns at once, `done(outcome)` comes when it is over.
 
-    A failure before the first byte is answered here (502, 503, 504). With `buffered` the answer is not
-    written but given to `done` as `outcome.response`; answering is then up to `done` (when `response` is
-    None, that has happened). `headers` may be the client's own: what must not be forwarded is dropped.
-    Raises like `forward` when nothing could be sent. The result's `fail(error)` gives the request up from
-    outside.
-    """
+    A failure before the first byte is answered here (502, 503, 504). With `buffered` the answer is not written but
+    given to `done` as `outcome.response`; answering is then up to `done` (when `response` is None, that has happened).
+    What `done` raises is answered as if the handler had raised it.
 
+    `headers` may be the client's own: what must not be forwarded is dropped, and so are the names in `drop`; `extra`
+    is added as it is (header lines made by `http.render`). Raises BadRequest or Unavailable when nothing could be sent.
+    The result's `fail(error)` gives the request up from outside.
+    """
     return _start(
         exchange,
         upstream,

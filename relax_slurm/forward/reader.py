@@ -12,11 +12,10 @@ from relax_slurm.errors import BodyTooLarge, RelaxError
 from relax_slurm.forward.http import Headers, Limits, Request
 
 SLICE_BYTES = 64 * 1024
-"""Largest piece to feed at once: bounds how many pipelined requests are parsed before the first is
-answered.
-"""
+"""Largest piece to feed at once: bounds how many pipelined requests are parsed before the first is answered."""
 
 _MAX_PIECES = 256
+_CHUNK_OVERHEAD = 8
 
 _METHODS = {name.encode(): name for name in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH")}
 _ONCE = (b"host", b"content-length", b"transfer-encoding", b"expect")
@@ -61,7 +60,8 @@ class RequestReader:
 
     __slots__ = (
         "_body_bytes",
-        "_head_bytes",
+        "_fed",
+        "_fed_bytes",
         "_headers",
         "_limits",
         "_parser",
@@ -87,7 +87,8 @@ class RequestReader:
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._target = b""
         self._headers = Headers()
-        self._head_bytes = 0
+        self._fed_bytes = 0
+        self._fed = 0
         self._request: Request | None = None
         self._pieces: list[bytes] = []
         self._spill: bytearray | None = None
@@ -98,7 +99,8 @@ class RequestReader:
         parser = self._parser
         if parser is None:
             return
-        self._head_bytes += len(data)
+        self._fed = len(data)
+        self._fed_bytes += self._fed
         try:
             parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -118,8 +120,9 @@ class RequestReader:
             else:
                 self.refuse(Refusal(400, "bad_request", f"request: not valid HTTP/1.1 ({error})"))
         else:
-            # an unfinished head: the bound may include the end of the request before it, hence the slack
-            if self._head_bytes > self._limits.max_header_bytes + SLICE_BYTES and self.reading is not _BODY:
+            # What is not body is head, or the framing of chunks, which is six bytes for a chunk of one byte. The count
+            # may include the end of the request before, hence the slack.
+            if self._fed_bytes - _CHUNK_OVERHEAD * self._body_bytes > self._limits.max_header_bytes + SLICE_BYTES:
                 self.refuse(_header_refusal(self._limits.max_header_bytes))
 
     def refuse(self, refusal: Refusal | BodyTooLarge) -> None:
@@ -159,7 +162,7 @@ class RequestReader:
         names = headers.freeze()
         if len(names) != len(headers):
             _refuse_duplicates(headers)
-        if self._head_bytes > self._limits.max_header_bytes:
+        if self._fed_bytes > self._limits.max_header_bytes:
             self._measure_head(headers)
         http10 = False
         keep_alive = parser.should_keep_alive()
@@ -209,7 +212,7 @@ class RequestReader:
             self._body_bytes = 0
         self._request = None
         self.expects = False
-        self._head_bytes = 0
+        self._fed_bytes = self._fed  # the next head may have begun in the same piece
         self.reading = _BETWEEN
         self.ready.append(request)
 

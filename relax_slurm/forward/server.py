@@ -33,9 +33,7 @@ class Counters:
 
 
 class HttpServer:
-    """Serves `handler` on one listening socket, on the loop that `start` runs in. Works on asyncio and on
-    uvloop.
-    """
+    """Serves `handler` on one listening socket, on the loop that `start` runs in. Works on asyncio and on uvloop."""
 
     loop: asyncio.AbstractEventLoop
     clock: DeadlineClock
@@ -55,9 +53,7 @@ class HttpServer:
         return len(self._connections)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, sock: socket.socket | None = None) -> int:
-        """Listen on `host:port` (0 picks one) or on a bound socket; the port. OSError when it cannot be
-        had.
-        """
+        """Listen on `host:port` (0 picks one) or on a bound socket; the port. OSError when it cannot be had."""
         self.loop = asyncio.get_running_loop()
         self.clock = DeadlineClock(self.loop)
         self.stopping = False
@@ -70,9 +66,7 @@ class HttpServer:
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def stop(self, grace_seconds: float = 5.0) -> None:
-        """Stop listening, close idle connections, give running answers `grace_seconds`, then cut what is
-        left.
-        """
+        """Stop listening, close idle connections, give running answers `grace_seconds`, then cut what is left."""
         if self._listener is None:
             return
         self.stopping = True

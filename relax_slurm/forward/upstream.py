@@ -34,9 +34,7 @@ class UpstreamLimits:
     max_waiting_per_origin: int = 4096
     """Calls that may wait; one more is refused with Unavailable."""
     idle_seconds: float = 3.0
-    """Rest after which a pooled connection is closed. Below the 5 s after which uvicorn (SGLang) closes its
-    side.
-    """
+    """Rest after which a pooled connection is closed. Below the 5 s after which uvicorn (SGLang) closes its side."""
     connect_seconds: float = 5.0
     """TCP (and TLS) connection set-up."""
     max_response_bytes: int = 256 * 1024 * 1024
@@ -47,9 +45,12 @@ class UpstreamLimits:
 class _Pool:
     """Connections of one origin. `open` counts those connecting, busy and idle."""
 
+    origin: Origin
+
     idle: list[UpstreamConnection] = field(default_factory=list)
     waiting: dict[Call, None] = field(default_factory=dict)
     open: int = 0
+    connecting: int = 0
 
 
 class Upstream:
@@ -105,7 +106,7 @@ class Upstream:
             self._begin()
         pool = self._pools.get(call.origin)
         if pool is None:
-            pool = self._pools[call.origin] = _Pool()
+            pool = self._pools[call.origin] = _Pool(call.origin)
         now = self.loop.time()
         idle = pool.idle
         while idle:
@@ -124,11 +125,7 @@ class Upstream:
         call.deadline = now + timeout_seconds
         self.clock.watch(call)
         pool.waiting[call] = None
-        if pool.open < self.limits.max_connections_per_origin:
-            pool.open += 1
-            task = self.loop.create_task(self._connect(pool, call))
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
+        self._open_for_waiting(pool)
 
     async def close(self) -> None:
         """Close every connection; running calls fail with UpstreamFailed. The pool takes no more calls."""
@@ -153,7 +150,8 @@ class Upstream:
 
     def counts(self, url: str) -> dict[str, int]:
         """`open`, `idle` and `waiting` of the origin of `url`."""
-        pool = self._pools.get(parse_url(url)[0]) or _Pool()
+        origin = parse_url(url)[0]
+        pool = self._pools.get(origin) or _Pool(origin)
         return {"open": pool.open, "idle": len(pool.idle), "waiting": len(pool.waiting)}
 
     # the calls' and connections' side
@@ -202,18 +200,21 @@ class Upstream:
             self._sweeper = self.loop.call_later(self.limits.idle_seconds, self._sweep)
 
     def _open_for_waiting(self, pool: _Pool) -> None:
-        spare = self.limits.max_connections_per_origin - pool.open
-        connecting = len(self._connecting)
-        if not self._closed and spare > 0 and len(pool.waiting) > connecting:
-            call = next(iter(pool.waiting))
+        """Start a connection for a call that has none coming. A call that is served earlier leaves it to the pool."""
+        if (
+            not self._closed
+            and len(pool.waiting) > pool.connecting
+            and pool.open < self.limits.max_connections_per_origin
+        ):
             pool.open += 1
-            task = self.loop.create_task(self._connect(pool, call))
+            pool.connecting += 1
+            task = self.loop.create_task(self._connect(pool))
             self._connecting.add(task)
             task.add_done_callback(self._connecting.discard)
 
-    async def _connect(self, pool: _Pool, call: Call) -> None:
-        """Open one connection; `call` is the one that learns of a failure."""
-        origin = call.origin
+    async def _connect(self, pool: _Pool) -> None:
+        """Open one connection; the call that has waited longest learns of a failure."""
+        origin = pool.origin
         connected = False
         try:
             async with asyncio.timeout(self.limits.connect_seconds):
@@ -229,11 +230,13 @@ class Upstream:
         except (OSError, ssl.SSLError) as error:
             reason = f"cannot connect ({error})"
         finally:
+            pool.connecting -= 1
             if not connected:
                 pool.open -= 1
         if not connected:
-            if call in pool.waiting:
-                call.fail(UpstreamFailed(f"{origin}: {reason}; is the server up?"))
+            if pool.waiting:
+                next(iter(pool.waiting)).fail(UpstreamFailed(f"{origin}: {reason}; is the server up?"))
+            self._open_for_waiting(pool)
             return
         if connection.transport is not None:  # else it closed in the meantime and was counted as lost
             self._connections.add(connection)

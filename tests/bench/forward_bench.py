@@ -96,7 +96,7 @@ class Client(asyncio.Protocol):
         self.request, self.chunked, self.counts = request, chunked, counts
         self.buffer = b""
 
-    def connection_made(self, transport):  # type: ignore[no-untyped-def]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         self.transport = transport
         transport.write(self.request)
 
@@ -111,7 +111,8 @@ class Client(asyncio.Protocol):
             head, found, body = self.buffer.partition(b"\r\n\r\n")
             if not found or len(body) < len(ANSWER):
                 return
-            assert head.startswith(b"HTTP/1.1 200") and body == ANSWER, self.buffer
+            assert head.startswith(b"HTTP/1.1 200"), self.buffer
+            assert body == ANSWER, self.buffer
         self.buffer = b""
         self.counts["requests"] += 1
         self.transport.write(self.request)
@@ -142,7 +143,9 @@ async def load(port: int, seconds: float, stream: bool, pids: list[int]) -> dict
         transport.abort()
     units = done["chunks" if stream else "requests"]
     if done["lost"] or not units:
-        raise SystemExit(f"port {port} stream {stream} {done}: connections were lost, the figures would mean nothing")
+        raise SystemExit(
+            f"port {port}, stream {stream}: {done}; a lost connection or no answer makes the figures meaningless"
+        )
     return {"cpu_us": 1e6 * spent / units, "per_second": units / took, "core_share": spent / took}
 
 
@@ -168,11 +171,10 @@ class Children:
 
     def spawn(self, argv: list[str], core: int, *, quiet: bool = False) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            argv,
+            ["taskset", "-c", str(core), *argv],
             stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
             text=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
         )
         self.processes.append(process)
         return process
@@ -202,7 +204,9 @@ def start_router(children: Children, binary: str, target: str, core: int) -> tup
     process = children.spawn(command, core, quiet=True)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", BODY, {"content-type": "application/json"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/generate", BODY, {"content-type": "application/json"}
+        )
         try:
             with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=2) as answer:
                 if answer.status == 200:
@@ -231,7 +235,6 @@ def run(router: str | None, seconds: float, rounds: int) -> dict[str, object]:
         }
         for _ in range(rounds):
             for name, (pids, port) in candidates.items():
-                print(name, port, file=sys.stderr)
                 for kind in ("request", "sse_chunk"):
                     samples[name][kind].append(uvloop.run(load(port, seconds, kind == "sse_chunk", pids)))
     finally:
@@ -243,7 +246,7 @@ def run(router: str | None, seconds: float, rounds: int) -> dict[str, object]:
         for kind, runs in kinds.items():
             figures = {key: round(statistics.median(one[key] for one in runs), 2) for key in runs[0]}
             medians[name, kind] = figures["cpu_us"]
-            result[name][kind] = figures  # type: ignore[index]
+            result[name][kind] = figures
     if router:
         result["ratio_to_router"] = {
             f"{name}_{kind}": round(medians[name, kind] / medians["router", kind], 3)
