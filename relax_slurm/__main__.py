@@ -5,6 +5,7 @@ Only the module of the verb that was asked for is imported, so that `--version` 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -78,11 +79,17 @@ def _run(verb: str, words: list[str]) -> int:
             raise
         say_error(error, as_json=as_json)
         return error.exit_code
-    except BrokenPipeError:  # the reader (head, less) has gone
-        sys.stderr.close()
+    except BrokenPipeError:  # the reader (head, less) has gone; what Python still has to write goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
+    except Exception as fault:  # the edge to the user: one sentence, and the traceback on request
+        if debug:
+            raise
+        reason = f"{type(fault).__name__}: {fault}"
+        say_error(RelaxError(f"relax-slurm {verb} failed ({reason}); --debug shows where"), as_json=as_json)
+        return RelaxError.exit_code
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class CommandTable:
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
         self._operations: OrderedDict[str, _Operation] = OrderedDict()
-        self._last: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self._running: dict[str, set[asyncio.Task[dict[str, Any]]]] = {}
 
     def method_of(self, operation: str) -> str | None:
         """The method that ran under this id, None when it is not known (any more)."""
@@ -54,27 +54,36 @@ class CommandTable:
             refused.set_exception(IdReused(f"operation {operation} was {known.method}, now it is {method}"))
             return refused
         worker = str(args.get("worker_id", ""))
-        before = None if method in URGENT else self._last.get(worker)
+        running = self._running.setdefault(worker, set())
+        # All of them, not only the last: one that an urgent command overtook may still be at work.
+        before = frozenset() if method in URGENT else frozenset(running)
         task = asyncio.get_running_loop().create_task(self._run(method, args, do, before))
-        task.add_done_callback(_seen)
-        self._last[worker] = task
+        running.add(task)
+        task.add_done_callback(lambda task: self._ended(worker, task))
         self._operations[operation] = _Operation(method, args, task)
-        while len(self._operations) > self._kept:
-            oldest, entry = next(iter(self._operations.items()))
-            if not entry.outcome.done():
-                break  # what still runs must stay answerable
-            del self._operations[oldest]
+        self._forget()
         return task
 
     async def _run(
-        self, method: str, args: dict[str, Any], do: Do, before: asyncio.Task[dict[str, Any]] | None
+        self, method: str, args: dict[str, Any], do: Do, before: frozenset[asyncio.Task[dict[str, Any]]]
     ) -> dict[str, Any]:
-        if before is not None and not before.done():
-            await asyncio.wait({before})
+        if before:
+            await asyncio.wait(before)
         return await do(method, args)
 
+    def _ended(self, worker: str, task: asyncio.Task[dict[str, Any]]) -> None:
+        running = self._running[worker]
+        running.discard(task)
+        if not running:
+            del self._running[worker]
+        if not task.cancelled():
+            task.exception()  # seen: whoever asked gets it, and nobody asking any more is no error
+        self._forget()
 
-def _seen(task: asyncio.Task[dict[str, Any]]) -> None:
-    """Mark the exception as looked at: whoever asked gets it, and nobody asking any more is no error."""
-    if not task.cancelled():
-        task.exception()
+    def _forget(self) -> None:
+        """Drop the oldest results over the limit; what still runs must stay answerable."""
+        surplus = len(self._operations) - self._kept
+        if surplus > 0:
+            over = [name for name, entry in self._operations.items() if entry.outcome.done()]
+            for name in over[:surplus]:
+                del self._operations[name]

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from relax_slurm.errors import ProtocolError, RecoveryRequired, RelaxError, StartupFailed
 from relax_slurm.forward.upstream import Upstream
 from relax_slurm.wire.messages import WorkerState
 from sidecars.admission import Admission, AdmissionGuard, DrainResult
 from sidecars.engine import SGLangEngine, Tag, TagState
+from sidecars.engine_http import EngineHttp
 from sidecars.ledger import NodeLedger
 from sidecars.nvml import memory_meter
+from sidecars.payload_check import PayloadCheck
 from sidecars.process import Exit
 from sidecars.residency import Outcome, Result, Tenancy
+from sidecars.sweep import NODE_TAG
+from sidecars.vocabulary import vocabulary
 from sidecars.worker import WorkerSpec
 
 log = logging.getLogger(__name__)
 TERM_SECONDS = 10.0
 KILL_SECONDS = 10.0
+MEASURE_SECONDS = 1.0
 HEALTH_EVERY_SECONDS = 5.0
 HEALTH_BUDGET = 3
 """Consecutive failed looks before a living process counts as failed."""
@@ -74,10 +80,14 @@ class HostedWorker:
         self, spec: WorkerSpec, guard_at: tuple[str, int] | None, generation: int, settings: HostSettings, tell: Tell
     ) -> None:
         self.spec = spec
+        self.generation = generation
         self.state = WorkerState.STARTING
         self.detail = ""
+        self.memory_bytes: int | None = None
+        """Bytes in use on its cards when they were last looked at; None when that is not known."""
         self._guard_at, self._settings, self._tell = guard_at, settings, tell
         self.engine = SGLangEngine(spec, settings.upstream)
+        self._check = PayloadCheck()
         self.guard: AdmissionGuard | None = None
         if guard_at is not None:
             self.guard = AdmissionGuard(
@@ -86,10 +96,13 @@ class HostedWorker:
                 generation=generation,
                 is_alive=lambda: self.engine.running,
                 require_key=settings.guard_key,
+                payload_check=self._check,
             )
         self._gate = _Gate(self.guard)
         self.tenancy = Tenancy(self.engine, self._gate, _meter(spec, settings))
         self._stopping = False
+        self._starting: asyncio.Future[None] | None = None
+        self._measuring: asyncio.Task[None] | None = None
         self._health: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -108,6 +121,7 @@ class HostedWorker:
             api_key=secrets.token_urlsafe(24),
             admin_key=secrets.token_urlsafe(24),
             run_tag=settings.run_tag,
+            env={**spec.env, NODE_TAG: settings.node},  # what a later sidecar of this node finds it by
             sim={**spec.sim, "ledger": str(settings.ledger), "node": settings.node},
         )
         at = (str(guard["host"]), int(guard["port"])) if spec.is_head else None
@@ -118,17 +132,29 @@ class HostedWorker:
     def status(self) -> dict[str, Any]:
         """The worker as a beat carries it (`wire.messages.WorkerStatus`)."""
         guard = self.guard
-        used = self.tenancy.measure()
         return {
             "worker_id": self.spec.worker_id,
+            "generation": self.generation,
             "state": str(self.state),
             "admission_open": guard is not None and guard.state is Admission.OPEN,
             "in_flight": 0 if guard is None else guard.in_flight,
             "pid": self.engine.pid,
             "resident_tags": sorted(str(tag) for tag in self.engine.resident) if self.engine.running else [],
-            "memory_bytes": sum(used.values()) if used else None,
+            "memory_bytes": self.memory_bytes,
             "detail": self.detail,
         }
+
+    async def look_at_memory(self) -> None:
+        """Measure again, in a thread and for a bounded time: a driver or file system that hangs costs the number."""
+        if self._measuring is None or self._measuring.done():
+            self._measuring = asyncio.create_task(self._measure())
+        await asyncio.wait({self._measuring}, timeout=MEASURE_SECONDS)
+
+    async def _measure(self) -> None:
+        used: Mapping[int, int] = {}
+        with contextlib.suppress(RelaxError, OSError):
+            used = await asyncio.to_thread(self.tenancy.measure)
+        self.memory_bytes = sum(used.values()) if used else None
 
     @property
     def base_url(self) -> str | None:
@@ -142,21 +168,38 @@ class HostedWorker:
 
     async def start(self) -> dict[str, Any]:
         """Start the engine and the closed guard; answers when it is healthy. Ends everything when it is not."""
-        deadline = time.monotonic() + self.spec.startup_seconds
+        self._starting = asyncio.get_running_loop().create_future()
         try:
-            self.tenancy.note_before_start()
-            await self.engine.start()
-            self.engine.on_exit(self._exited)
-            await self.engine.wait_ready(deadline)
-            if self.guard is not None and self._guard_at is not None:
-                await self._listen(*self._guard_at)
+            await self._bring_up(time.monotonic() + self.spec.startup_seconds)
         except RelaxError as error:
             await self._give_up(error)
-            raise
-        self.tenancy.note_loaded()
+        except OSError as error:
+            await self._give_up(StartupFailed(f"{self.spec.worker_id}: {error}; see this node's file systems"))
+        finally:
+            self._starting.set_result(None)
         self._set(WorkerState.UP)
         self._health = asyncio.get_running_loop().create_task(self._look())
         return {"base_url": self.base_url, "pid": self.engine.pid}
+
+    async def _bring_up(self, deadline: float) -> None:
+        self.tenancy.note_before_start()
+        await self.engine.start()
+        self.engine.on_exit(self._exited)
+        if self._stopping:
+            raise StartupFailed(f"{self.spec.worker_id} was told to stop while it started")
+        await self.engine.wait_ready(deadline)
+        if self.guard is not None and self._guard_at is not None:
+            await self._learn_vocabulary()
+            await self._listen(*self._guard_at)
+        self.tenancy.note_loaded()
+
+    async def _learn_vocabulary(self) -> None:
+        size = await vocabulary(self.spec, EngineHttp(self.spec, self._settings.upstream))
+        if size is None:
+            log.warning(
+                "%s: its vocabulary is not known; too large token ids are not kept from it", self.spec.worker_id
+            )
+        self._check.learn(size)
 
     async def _listen(self, host: str, port: int) -> None:
         assert self.guard is not None
@@ -168,9 +211,11 @@ class HostedWorker:
                 f"({error.strerror}); free it or choose another port window"
             ) from None
 
-    async def _give_up(self, error: RelaxError) -> None:
+    async def _give_up(self, error: RelaxError) -> NoReturn:
         """A start failed: nothing of it may stay. The error becomes `EngineExited` when that is proven."""
         self._stopping = True
+        if self.guard is not None:
+            await self.guard.stop(0.0)
         try:
             await self.engine.stop(TERM_SECONDS, KILL_SECONDS)
         except RecoveryRequired as doubt:
@@ -189,6 +234,10 @@ class HostedWorker:
             await self.guard.stop()
         try:
             await self.engine.stop(TERM_SECONDS, KILL_SECONDS)
+            if self._starting is not None and not self._starting.done():
+                # A start under way may have been just before its process: only when it is over nothing comes after us.
+                await asyncio.wait({self._starting})
+                await self.engine.stop(TERM_SECONDS, KILL_SECONDS)
         except RecoveryRequired as doubt:
             self._set(WorkerState.UNCONFIRMED, doubt.message)
             raise
@@ -244,8 +293,8 @@ class HostedWorker:
 
     def _exited(self, end: Exit) -> None:
         """The engine's leader ended. Unless we ended it, close the door and make sure that nothing is left."""
-        if self._stopping:
-            return
+        if self._stopping or self.state is WorkerState.STARTING:
+            return  # whoever stops or starts it sees it too, and knows more about it
         self._set(WorkerState.FAILED, f"the engine ended with {end}")
         self._ending = asyncio.get_running_loop().create_task(self._after_exit(end))
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from typing import Any
 
 from relax_slurm.control.run_dir import RunDir, find, runs_root
@@ -14,6 +15,7 @@ from relax_slurm.errors import BindingMismatch, RelaxError, Unavailable
 from relax_slurm.slurm.job import JobRef
 
 MAX_ROWS = 8
+LAG_SECONDS = 5.0
 _COLUMNS = ("node", "gpu", "source", "seen", "wanted", "problem")
 
 
@@ -50,9 +52,31 @@ def the_run(args: argparse.Namespace) -> RunDir:
 
 
 def job_of(run_dir: RunDir) -> tuple[str, JobRef] | None:
-    """Backend kind and job of an attempt; None when it was never submitted."""
+    """Backend kind and job of an attempt; None when it was never submitted.
+
+    A launch that was cut off between submission and writing down the job's id has left the job's mark, by which Slurm
+    knows it.
+    """
+    from relax_slurm.control.backends import BackendKind
+    from relax_slurm.slurm.submit import search
+
     body = run_dir.read("job.json")
-    return None if body is None else (str(body["backend"]), JobRef(body["job_id"], body.get("cluster")))
+    if body is None:
+        return None
+    kind = str(body["backend"])
+    if body.get("job_id"):
+        return kind, JobRef(str(body["job_id"]), body.get("cluster"))
+    found = search(str(body.get("tag")))[0] if kind == BackendKind.SLURM else None
+    return None if found is None else (kind, found)
+
+
+def outcome_of(run_dir: RunDir, wait_seconds: float = LAG_SECONDS) -> dict[str, Any] | None:
+    """The outcome of an attempt whose job is over. On a shared file system it may take a moment to be seen here."""
+    deadline = time.monotonic() + wait_seconds
+    while (outcome := run_dir.read("outcome.json")) is None and time.monotonic() < deadline:
+        os.listdir(run_dir.path)  # makes a network file system look again
+        time.sleep(0.1)
+    return outcome
 
 
 def ask(run_dir: RunDir, kind: str, *, timeout_seconds: float = 5.0, **fields: Any) -> dict[str, Any]:
@@ -74,6 +98,7 @@ def ask(run_dir: RunDir, kind: str, *, timeout_seconds: float = 5.0, **fields: A
 
 def state_of(run_dir: RunDir, *, timeout_seconds: float = 3.0) -> dict[str, Any]:
     """The state document; without a coordinator what the run directory and the backend say."""
+    run_dir = run_dir.newest()
     outcome = run_dir.read("outcome.json")
     if outcome is None:
         try:

@@ -7,37 +7,27 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from relax_slurm.cli.common import ask, job_of
+from relax_slurm.cli.common import job_of
 from relax_slurm.cli.progress import Progress
+from relax_slurm.cli.ready import ReadyWait
 from relax_slurm.config.load import load
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control.backends import BackendKind, backend_for, choose
 from relax_slurm.control.prepare import prepare
-from relax_slurm.control.run_dir import RunDir, find, runs_root
+from relax_slurm.control.run_dir import RunDir, find, launch_lock, runs_root
 from relax_slurm.core.placement import plan as make_plan
 from relax_slurm.core.placement import require_built
-from relax_slurm.errors import (
-    BindingMismatch,
-    ConfigError,
-    EngineFailed,
-    PlanRefused,
-    Preempted,
-    RecoveryRequired,
-    RelaxError,
-    StartupFailed,
-    Unavailable,
-)
-from relax_slurm.slurm.job import JobRef, JobState
-from relax_slurm.wire.client import RemoteError
+from relax_slurm.errors import ConfigError, RelaxError
+from relax_slurm.slurm.backend import Backend
+from relax_slurm.slurm.job import JobRef
+from relax_slurm.slurm.submit import Submission
 from relax_slurm.wire.host import ephemeral_range
 
-POLL_SECONDS = 0.1
-_BY_EXIT_CODE = {
-    error.exit_code: error
-    for error in (ConfigError, PlanRefused, BindingMismatch, StartupFailed, EngineFailed, Preempted, RecoveryRequired)
-}
+RELEASE_SECONDS = 60.0
+"""How long a run that failed may take to end by itself before its job is ended."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="run file (YAML)")
     parser.add_argument("--backend", choices=("auto", "slurm", "local"), default="auto")
     parser.add_argument("--dry-run", action="store_true", help="write the files of the run and submit nothing")
+    parser.add_argument(
+        "--allow-unverified", action="store_true", help="go on when a node's GPUs can be neither confirmed nor refuted"
+    )
     parser.add_argument("--detach", action="store_true", help="do not wait until the run is READY")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of the run file (repeatable)"
@@ -56,35 +49,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 0 when READY (or submitted, with --detach); the codes of the contract otherwise."""
-    config = load(args.config, args.set)
+    overrides = [*args.set, *(["control.allow_unverified=true"] if args.allow_unverified else [])]
+    config = load(args.config, overrides)
     plan = make_plan(config, ephemeral=ephemeral_range())
     require_built(plan)
     kind = choose(args.backend, os.environ)
     root = runs_root(config.runs_root, os.environ)
-    _refuse_second(root, config.name)
-    run_dir, submission = prepare(root, config, plan, kind)
-    if args.dry_run:
-        _answer(args, {"run": config.name, "run_dir": str(run_dir.path), "state": "UNSUBMITTED"}, run_dir)
-        return 0
     progress = Progress(sys.stderr)
     backend = backend_for(kind)
-    job = backend.submit(submission)
-    run_dir.write_json("job.json", {"backend": str(kind), "job_id": job.job_id, "cluster": job.cluster})
+    with launch_lock(root, config.name):
+        _refuse_second(root, config.name)
+        run_dir, submission = prepare(root, config, plan, kind)
+        files = {"run": config.name, "run_dir": str(run_dir.path)}
+        if args.dry_run:
+            _answer(args, files | {"state": "UNSUBMITTED"}, run_dir)
+            return 0
+        job = _submit(run_dir, kind, backend, submission)
     progress.say(f"{config.name}: {_what(kind)} {job} submitted, files in {run_dir.path}")
     if args.detach:
-        _answer(args, {"run": config.name, "run_dir": str(run_dir.path), "job_id": job.job_id, "state": "PENDING"}, run_dir)
+        _answer(args, files | {"job_id": job.job_id, "state": "PENDING"}, run_dir)
         return 0
+    waiting = ReadyWait(
+        run_dir,
+        backend,
+        job,
+        progress,
+        limit_seconds=_limit(args, config),
+        queue_seconds=config.slurm.queue_seconds,
+    )
     try:
-        state = wait_ready(run_dir, kind, job, progress, _limit(args, config))
+        state = waiting.wait()
     except KeyboardInterrupt:
         progress.say(f"interrupted; the run goes on, `relax-slurm stop {config.name}` ends it")
         raise
-    except StartupFailed:
-        # What did not come up in time must not keep GPUs: an owned job is given back.
-        backend.cancel(job)
+    except RelaxError:
+        _release(waiting.run_dir, backend, job, progress)
         raise
-    _answer(args, state, run_dir)
+    _answer(args, state, waiting.run_dir)
     return 0
+
+
+def _submit(run_dir: RunDir, kind: BackendKind, backend: Backend, submission: Submission) -> JobRef:
+    """Submit, with the job's mark written down before and its id after, so that `stop` finds it whatever happens."""
+    known = {"backend": str(kind), "tag": submission.tag}
+    run_dir.write_json("job.json", known)
+    job = backend.submit(submission)
+    run_dir.write_json("job.json", known | {"job_id": job.job_id, "cluster": job.cluster})
+    return job
+
+
+def _release(run_dir: RunDir, backend: Backend, job: JobRef, progress: Progress) -> None:
+    """A run that did not come up must not keep GPUs: what does not end by itself is ended."""
+    if run_dir.read("outcome.json") is not None and _over(backend, job, RELEASE_SECONDS):
+        return
+    try:
+        backend.cancel(job)
+    except RelaxError as error:
+        progress.say(error.message)
+    if not _over(backend, job, RELEASE_SECONDS):
+        progress.say(f"job {job} is still there after it was cancelled; look at it with squeue")
+
+
+def _over(backend: Backend, job: JobRef, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    pause = 0.05
+    while not (over := backend.poll(job).over) and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(pause * 2, 1.0)
+    return over
 
 
 def _what(kind: BackendKind) -> str:
@@ -104,74 +136,22 @@ def _limit(args: argparse.Namespace, config: RunConfig) -> float:
     return config.control.bind_seconds + phases * per_phase + 30.0
 
 
-def _refuse_second(root: Any, name: str) -> None:
+def _refuse_second(root: Path, name: str) -> None:
     """Two runs of one name at once would share a folder and a name in discovery."""
     try:
         before = find(root, name)
     except ConfigError:
         return
     job = job_of(before)
-    if job is None or before.read("outcome.json") is not None:
+    if job is None:
         return
-    view = backend_for(job[0]).poll(job[1])
-    if not view.over:
+    backend = backend_for(job[0])
+    ended = before.read("outcome.json") is not None
+    if not _over(backend, job[1], RELEASE_SECONDS if ended else 0.0):
         raise ConfigError(
-            f"run {name!r} exists already (attempt {before.attempt}, {job[0]} job {job[1]}, {view.state}); "
+            f"run {name!r} exists already (attempt {before.attempt}, {job[0]} job {job[1]}); "
             f"stop it with `relax-slurm stop {name}` or choose another name"
         )
-
-
-def wait_ready(
-    run_dir: RunDir, kind: BackendKind, job: JobRef, progress: Progress, limit_seconds: float
-) -> dict[str, Any]:
-    """Follow job and coordinator until READY; raises what the run failed with."""
-    backend = backend_for(kind)
-    deadline: float | None = None
-    looked = 0.0
-    while True:
-        failed = run_dir.read("outcome.json")
-        if failed is not None:
-            raise _failure(run_dir, failed)
-        if (run_dir.path / "endpoint.json").exists():
-            state = _state(run_dir)
-            if state is not None:
-                progress.state(state)
-                if state["state"] in ("READY", "DEGRADED") and state.get("gateway_url"):
-                    return state
-        now = time.monotonic()
-        if now - looked >= 1.0:
-            looked = now
-            view = backend.poll(job)
-            progress.job(view)
-            if view.over and run_dir.read("outcome.json") is None:
-                raise StartupFailed(
-                    f"{_what(kind)} {job} is over ({view.reason or view.state}) and left no outcome; "
-                    f"see {run_dir.logs}"
-                )
-            if deadline is None and view.state is not JobState.PENDING:
-                deadline = now + limit_seconds
-        if deadline is not None and now > deadline:
-            raise StartupFailed(
-                f"run {run_dir.run!r} was not READY within {limit_seconds:g} s after its job started; "
-                f"see {run_dir.path / 'events.jsonl'} and {run_dir.logs}"
-            )
-        time.sleep(POLL_SECONDS)
-
-
-def _state(run_dir: RunDir) -> dict[str, Any] | None:
-    try:
-        return ask(run_dir, "get_state", timeout_seconds=2.0)
-    except (Unavailable, RemoteError):
-        return None
-
-
-def _failure(run_dir: RunDir, outcome: dict[str, Any]) -> RelaxError:
-    body = outcome.get("error") or {}
-    message = str(body.get("message") or f"run {run_dir.run!r} ended before it was READY: {outcome.get('reason')}")
-    error = _BY_EXIT_CODE.get(int(outcome.get("exit_code", 6)), StartupFailed)
-    if error is BindingMismatch:
-        return BindingMismatch(message, rows=(body.get("detail") or {}).get("rows"))
-    return error(message)
 
 
 def _answer(args: argparse.Namespace, state: dict[str, Any], run_dir: RunDir) -> None:

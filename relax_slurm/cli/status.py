@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     run_dir = the_run(args)
     state = state_of(run_dir)
     deadline = time.monotonic() + args.timeout
-    while args.wait is not None and state["state"] != args.wait:
+    while args.wait is not None and not _reached(state, args.wait):
         over = state["state"] in ("STOPPED", "FAILED", "JOB_GONE", "JOB_ENDED")
         if over or time.monotonic() > deadline:
             raise StartupFailed(
@@ -34,9 +34,16 @@ def run(args: argparse.Namespace) -> int:
                 + ("; it will not get there any more" if over else f" within {args.timeout:g} s")
             )
         time.sleep(0.2)
+        run_dir = run_dir.newest()
         state = state_of(run_dir)
     print(_text(args, state))
     return 0
+
+
+def _reached(state: dict[str, Any], wanted: str) -> bool:
+    """A run that serves has a gateway; without its URL nobody can use the state that was waited for."""
+    serves = wanted not in ("READY", "DEGRADED") or state.get("gateway_url") is not None
+    return bool(state["state"] == wanted) and serves
 
 
 def _text(args: argparse.Namespace, state: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 
@@ -28,12 +29,13 @@ def run(args: argparse.Namespace) -> int:
     from rich.live import Live
     from rich.text import Text
 
-    with Live(console=Console(), screen=True, auto_refresh=False) as live:
+    state = state_of(run_dir)
+    with contextlib.suppress(KeyboardInterrupt), Live(console=Console(), screen=True, auto_refresh=False) as live:
         while True:
-            state = state_of(run_dir)
             live.update(Text(view(state)), refresh=True)
             if state["state"] in ("STOPPED", "FAILED", "JOB_GONE", "JOB_ENDED"):
                 break
             time.sleep(max(args.every, 0.2))
+            state = state_of(run_dir)
     print(view(state))
     return 0

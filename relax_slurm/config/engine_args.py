@@ -27,6 +27,7 @@ ALIASES = {
 _PORTS = "ports come from the plan, so that engines on one node never collide"
 _SHAPE = "it follows from pools and gpus_per_engine"
 _GPUS = "GPUs come from the binding that was checked on the node"
+_HTTP = "the guard in front of the engine speaks plain HTTP to it"
 _KEYS = "the run makes its own key and gives it only to the guard"
 OWNED: dict[str, str] = {
     "host": "the engine listens where only its guard reaches it",
@@ -48,6 +49,11 @@ OWNED: dict[str, str] = {
     "config": "a second configuration file could change any owned argument",
     "fastapi_root_path": "the gateway owns the routes",
     "enable_metrics_for_all_schedulers": "metrics are collected from the engine's head",
+    "grpc_mode": _HTTP,
+    "smg_grpc_mode": _HTTP,
+    "ssl_keyfile": _HTTP,
+    "ssl_certfile": _HTTP,
+    "use_ray": "engines are processes of the sidecar",
 }
 """Arguments the tool sets itself, each with the reason that is shown when a run file sets it."""
 

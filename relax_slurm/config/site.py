@@ -83,6 +83,9 @@ class SlurmConfig(Section):
     command_seconds: Seconds = 30.0
     """Time limit of one call to sbatch, squeue, scontrol or scancel. A call that takes longer tells
     nothing."""
+    interface: Directive | None = None
+    """Network interface whose address nodes advertise, such as `ib0`; null takes the one that faces the head
+    node."""
     queue_seconds: Seconds | None = None
     """How long `launch` waits for the job to start; null waits as long as the job is pending."""
 
@@ -181,6 +184,8 @@ class ControlConfig(Section):
     """How long requests in flight may go on once admission is closed."""
     bind_seconds: Seconds = 120.0
     """How long the coordinator waits for all binding reports."""
+    foreign_memory_mb: Annotated[float, Field(ge=0, le=1_048_576)] = 1024.0
+    """MiB that others may hold on a GPU of ours before the binding is refused: room for drivers and monitoring."""
     allow_unverified: bool = False
     """Go on when a node's GPUs can be neither confirmed nor contradicted."""
 

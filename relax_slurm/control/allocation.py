@@ -39,8 +39,8 @@ class Allocation(BaseModel):
         """Every node that has a sidecar, in component order."""
         return tuple(name for index in self.gpu_components for name in self.nodes[index])
 
-    def facts(self) -> AllocationFacts:
-        """The same for `core.binding.bind`."""
+    def facts(self, interface: str | None = None) -> AllocationFacts:
+        """The same for `core.binding.bind`; `interface` is the one that the user wants advertised."""
         return AllocationFacts(
             backend=self.backend,
             nodes=self.nodes,
@@ -48,5 +48,6 @@ class Allocation(BaseModel):
             gpu_types=self.gpu_types,
             batch_host=self.batch_host,
             job_ids=frozenset(self.job_ids),
+            interface=interface,
             head=HeadFacts(self.head_hostname, self.head_boot_id, self.head_net_ns, self.head_addresses),
         )

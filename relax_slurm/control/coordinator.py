@@ -1,7 +1,7 @@
 """The coordinator: one loop, the only writer of replica, registry and run state (docs/architecture.md, Processes).
 
-`python -m relax_slurm.control.coordinator --run-dir DIR`. The loop takes messages in; `control.lifecycle` walks the
-run from binding to its end; `control.manager` owns the replicas. What is published goes out on the discovery socket.
+`control.inbox` takes messages in; `control.lifecycle` walks the run from binding to its end; `control.manager` owns the
+replicas; `control.publisher` says what became of them.
 """
 
 from __future__ import annotations
@@ -15,39 +15,36 @@ from uuid import uuid4
 
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control.allocation import Allocation
-from relax_slurm.control.links import NodeGone, NodeLink, NodeLinks
+from relax_slurm.control.event_log import EventLog
+from relax_slurm.control.inbox import Inbox
+from relax_slurm.control.links import NodeLink, NodeLinks
 from relax_slurm.control.manager import Hooks, InferenceManager
+from relax_slurm.control.managers import Managers
+from relax_slurm.control.node_reports import bind_nodes
+from relax_slurm.control.publisher import Publisher
+from relax_slurm.control.refusals import (
+    NotAsBound,
+    StaleAttempt,
+    StaleEpoch,
+    StaleIncarnation,
+    UnknownNode,
+)
 from relax_slurm.control.run_dir import RunDir
-from relax_slurm.control.state_document import state_document
 from relax_slurm.core.binding import BoundPlan
-from relax_slurm.core.discovery import to_json
 from relax_slurm.core.evidence import StepProof
-from relax_slurm.core.plan import InferencePlacementPlan, Role
+from relax_slurm.core.plan import InferencePlacementPlan
 from relax_slurm.core.registry import Registry
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import Evidence
 from relax_slurm.core.run import SERVING, TERMINAL, Run, RunEvent, RunState
-from relax_slurm.core.snapshot import Policy, RoutingSpec
-from relax_slurm.core.update import Update
-from relax_slurm.errors import ProtocolError, RelaxError
-from relax_slurm.wire.messages import (
-    Beat,
-    GatewayUp,
-    GetSnapshot,
-    GetState,
-    Hello,
-    PeerKind,
-    Result,
-    StepEnded,
-    Stop,
-    WorkerStatus,
-    parse_for_coordinator,
-)
+from relax_slurm.errors import BindingMismatch, EngineFailed, StartupFailed
+from relax_slurm.wire.messages import Beat, Hello, Result, StepEnded, Stop, WorkerStatus
 from relax_slurm.wire.messages import Event as WorkerEvent
-from relax_slurm.wire.server import ControlServer, Incoming
+from relax_slurm.wire.server import ControlServer
 
 log = logging.getLogger(__name__)
-BEAT_TOPIC = "beat"
+PULSE_SECONDS = 1.0
+"""Time between two heartbeats on discovery, whatever the sidecars' beat is."""
 
 
 class Coordinator:
@@ -68,50 +65,60 @@ class Coordinator:
         self.run_dir, self.config, self.plan, self.allocation = run_dir, config, plan, allocation
         self.epoch: str = endpoint["epoch"]
         self.clock = clock
-        self._endpoint = endpoint
         self.run = Run()
-        self.registry = Registry(self.epoch)
         self.bound: BoundPlan | None = None
-        self.managers: dict[tuple[Role, str], InferenceManager] = {}
+        self.managers = Managers()
         self.stop_reason: str | None = None
         self.stop_wanted = asyncio.Event()
         self.nodes_changed = asyncio.Event()
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.server = server
         self.links = NodeLinks(allocation.node_names, self.epoch, server.send, clock)
+        self.publisher = Publisher(self.epoch, server)
+        self.events = EventLog(run_dir.path)
         self.hooks = Hooks(self._publish_replica, self.record, self.spawn, clock, new_id)
+        self._endpoint = endpoint
         self._tasks: set[asyncio.Task[None]] = set()
-        self._outbox: asyncio.Queue[Update] = asyncio.Queue(maxsize=65_536)
+        self._inbox = Inbox(self)
 
     # --- tasks ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Write down where we are, then listen, publish and watch for silence."""
         self.run_dir.write_json("endpoint.json", self._endpoint)
-        for work in (self._receive(), self._publish(), self._pulse()):
+        for work in (self._inbox.run(), self.publisher.run(), self._pulse(), self._watch(), self.events.run()):
             self.spawn(work)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run as a task; an exception in it ends the run instead of vanishing."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None and not self.fatal.done():
-            self.fatal.set_exception(task.exception() or RuntimeError("task failed"))
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            log.error("a task of the coordinator failed", exc_info=fault)
+            self._fail(fault)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.fatal.done():
+            self.fatal.set_exception(error)
+            self.fatal.exception()  # seen: whoever walks the run may be past the point of asking
 
     async def close(self) -> None:
-        """Cancel every task and close the sockets."""
-        for task in tuple(self._tasks):
+        """Cancel every task, write the last events and close the sockets."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.server.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.events.flush()
+        await self.server.aclose()
 
     def record(self, event: str, /, **fields: Any) -> None:
         """One line in events.jsonl."""
-        self.run_dir.append_event({"event": event, "epoch": self.epoch, **fields})
+        self.events.add({"event": event, "epoch": self.epoch, **fields})
 
     def advance(self, event: RunEvent, reason: str = "") -> None:
         """Move the run's state machine and write the change down."""
@@ -121,85 +128,23 @@ class Coordinator:
             self.record("run", before=before, after=after, cause=event, reason=reason)
             log.info("run %s -> %s %s", before, after, reason)
 
-    # --- messages in ----------------------------------------------------------------------------------------
+    # --- sidecars -------------------------------------------------------------------------------------------
 
-    async def _receive(self) -> None:
-        while True:
-            incoming = await self.server.receive()
-            try:
-                await self._handle(incoming)
-            except RelaxError as error:
-                await self._refuse(incoming, error)
-
-    async def _refuse(self, incoming: Incoming, error: RelaxError) -> None:
-        operation = incoming.body.get("id")
-        if incoming.peer is PeerKind.CLIENT:
-            await self._reply(incoming, operation if isinstance(operation, str) else "", error=error)
-            return
-        body = {"kind": "refused", "code": error.code, "message": error.message, "epoch": self.epoch}
-        await self.server.send(incoming.identity, body)
-
-    async def _reply(
-        self,
-        incoming: Incoming,
-        operation: str,
-        result: dict[str, Any] | None = None,
-        error: RelaxError | None = None,
-    ) -> None:
-        body: dict[str, Any] = {"kind": "reply", "id": operation, "epoch": self.epoch, "ok": error is None}
-        if error is None:
-            body["result"] = result or {}
-        else:
-            body["error"] = {"code": error.code, "message": error.message}
-        await self.server.send(incoming.identity, body)
-
-    async def _handle(self, incoming: Incoming) -> None:
-        message = parse_for_coordinator(incoming.body, incoming.peer)
-        match message:
-            case Hello():
-                await self._hello(incoming.identity, message)
-            case Beat():
-                link = self._current(message.node, message.incarnation, message.epoch)
-                self._heard(link)
-                ack = {"kind": "beat_ack", "epoch": self.epoch, "seq": message.seq}
-                await self.server.send(incoming.identity, ack)
-                self._statuses(link, message.workers)
-            case WorkerEvent():
-                link = self._current(message.node, message.incarnation, message.epoch)
-                self._heard(link)
-                self.record("worker", node=link.name, worker=message.worker.worker_id, what=message.event)
-                self._statuses(link, [message.worker])
-            case Result():
-                self._current(message.node, message.incarnation, message.epoch)
-                self.links.resolve(message)
-            case GetSnapshot():
-                await self._reply(incoming, message.id, {"snapshot": self._snapshot(message.role)})
-            case GetState():
-                await self._reply(incoming, message.id, state_document(self))
-            case StepEnded():
-                await self._reply(incoming, message.id, self._step_ended(message))
-            case GatewayUp():
-                self._endpoint["gateway_url"] = message.url
-                self.run_dir.write_json("endpoint.json", self._endpoint)
-                self.record("gateway_up", url=message.url)
-                await self._reply(incoming, message.id, {"epoch": self.epoch})
-            case Stop():
-                self.request_stop(message.reason or "asked by a client")
-                await self._reply(incoming, message.id, {"state": self.run.state})
-            case _:
-                await self._reply(incoming, message.id, {"epoch": self.epoch, "state": self.run.state})
-
-    async def _hello(self, identity: bytes, hello: Hello) -> None:
-        link = self.links.nodes.get(hello.node)
-        if link is None:
-            raise UnknownNode(f"node {hello.node!r} is not part of this run's allocation")
+    async def on_hello(self, identity: bytes, hello: Hello) -> None:
+        """A sidecar introduces itself, for the first time or again."""
+        link = self._planned(hello.node)
         if hello.attempt != self.run_dir.attempt:
             raise StaleAttempt(f"hello of attempt {hello.attempt}, this is attempt {self.run_dir.attempt}")
+        if hello.incarnation in link.former:
+            raise StaleIncarnation(f"sidecar {hello.incarnation} of node {link.name!r} was replaced or has ended")
         fresh = hello.incarnation != link.incarnation
-        replaced = fresh and link.incarnation != ""
-        link.identity, link.incarnation = identity, hello.incarnation
+        replaced = fresh and (link.incarnation != "" or bool(link.former))
+        if fresh:
+            self._rebind(link, hello.report)
+            self.links.retire(link, "its sidecar was replaced")
+            link.incarnation = hello.incarnation
+            self.record("hello", node=link.name, incarnation=hello.incarnation, replaced=replaced)
         link.report, link.step_ended, link.lost = hello.report, None, False
-        link.workers = {}
         welcome = {
             "kind": "welcome",
             "epoch": self.epoch,
@@ -207,16 +152,42 @@ class Coordinator:
             "silence_seconds": self.config.control.silence_seconds,
         }
         await self.server.send(identity, welcome)
-        if fresh:
-            self.record("hello", node=link.name, incarnation=hello.incarnation, replaced=replaced)
-        if replaced and not hello.workers:
-            # A sidecar sweeps what its predecessor left before it says hello, so nothing of ours runs there now.
-            self._node_emptied(link, Evidence.CONFIRMED_EXIT, f"the sidecar of {link.name} was replaced")
+        await self.links.follow(link, identity)
+        if replaced:
+            # A sidecar sweeps what its predecessor left before it says hello: only what it names runs there now.
+            keep = frozenset(status.worker_id for status in hello.workers)
+            reason = f"the sidecar of {link.name} was replaced"
+            for manager in self.managers.on_node(link.name):
+                manager.on_node_emptied(link.name, Evidence.CONFIRMED_EXIT, reason, keep)
         self._heard(link)
         self._statuses(link, hello.workers)
         self.nodes_changed.set()
 
-    def _current(self, node: str, incarnation: str, epoch: str) -> NodeLink:
+    def _rebind(self, link: NodeLink, report: dict[str, Any]) -> None:
+        """A sidecar that comes after the binding: what is started from now on uses what it reports."""
+        if self.bound is None:
+            return
+        reports = {name: other.report for name, other in self.links.nodes.items()} | {link.name: report}
+        try:
+            bound = bind_nodes(self.plan, self.allocation, self.config, reports, self.record)
+        except BindingMismatch as error:
+            self.record("not_as_bound", node=link.name, rows=error.rows)
+            raise NotAsBound(f"node {link.name}: {error.message}") from None
+        if bound != self.bound:
+            self.record("bound_again", node=link.name)
+            self.bound = bound
+            self.run_dir.write_json("bound.json", bound.to_json())
+            for manager in self.managers.values():
+                manager.rebind(bound)
+
+    def _planned(self, node: str) -> NodeLink:
+        link = self.links.nodes.get(node)
+        if link is None:
+            raise UnknownNode(f"node {node!r} is not part of this run's allocation")
+        return link
+
+    def current(self, node: str, incarnation: str, epoch: str) -> NodeLink:
+        """The link of a message; `StaleEpoch` or `StaleIncarnation` when it is not from the sidecar that counts now."""
         if epoch != self.epoch:
             raise StaleEpoch(f"message of epoch {epoch or 'none'}, this is {self.epoch}; say hello again")
         link = self.links.owner_of(node, incarnation)
@@ -224,42 +195,68 @@ class Coordinator:
             raise StaleIncarnation(f"incarnation {incarnation} of node {node!r} is not the current one")
         return link
 
+    def on_beat(self, link: NodeLink, beat: Beat) -> None:
+        """The sidecar lives, and this is what runs there."""
+        self._heard(link)
+        self._statuses(link, beat.workers)
+
+    def on_event(self, link: NodeLink, event: WorkerEvent) -> None:
+        """One worker changed."""
+        self._heard(link)
+        self.record("worker", node=link.name, worker=event.worker.worker_id, what=event.event)
+        link.workers[event.worker.worker_id] = event.worker
+        self.managers.on_status(link.name, event.worker)
+
+    def on_result(self, link: NodeLink, result: Result) -> None:
+        """A command is done. It is a sign of life too, and counts as such first."""
+        self._heard(link)
+        self.links.resolve(link, result)
+
     def _heard(self, link: NodeLink) -> None:
         was_silent = link.silent
         link.heard(self.clock())
         if was_silent:
             self.record("heard", node=link.name)
-            for manager in self.managers.values():
+            for manager in self.managers.on_node(link.name):
                 manager.on_node_heard(link.name)
 
     def _statuses(self, link: NodeLink, statuses: list[WorkerStatus]) -> None:
+        """All workers of the node, as a beat or a hello tells them."""
+        link.workers = {status.worker_id: status for status in statuses}
         for status in statuses:
-            link.workers[status.worker_id] = status
-            replica_id, _, rank = status.worker_id.rpartition("#")
-            for manager in self.managers.values():
-                if (replica_id, int(rank) if rank.isdigit() else -1) in manager.workers_on(link.name):
-                    manager.on_status(replica_id, int(rank), status)
+            self.managers.on_status(link.name, status)
 
-    def _step_ended(self, message: StepEnded) -> dict[str, Any]:
-        link = self.links.nodes.get(message.node)
-        if link is None:
-            raise UnknownNode(f"node {message.node!r} is not part of this run's allocation")
-        again = self.run.state in SERVING and not self.stop_wanted.is_set()
+    def on_step_ended(self, message: StepEnded) -> dict[str, Any]:
+        """The supervisor says that a node's step is over; the answer tells whether it shall start another."""
+        link = self._planned(message.node)
+        again = not message.final and self.run.state in SERVING and not self.stop_wanted.is_set()
         link.step_ended = f"the step of node {link.name} ended with code {message.returncode}"
         link.lost = not again
-        link.identity = None
         self.record("step_ended", node=link.name, returncode=message.returncode, proof=message.proof, again=again)
+        self.links.retire(link, link.step_ended)
         proven = message.proof in (StepProof.CGROUP, StepProof.SWEPT)
         evidence = Evidence.STEP_ENDED_WITH_CGROUP if proven else None
-        if link.lost:
-            self.links.fail_pending(link, NodeGone(link.step_ended))
-        self._node_emptied(link, evidence, link.step_ended)
+        for manager in self.managers.on_node(link.name):
+            manager.on_node_emptied(link.name, evidence, link.step_ended)
         self.nodes_changed.set()
         return {"again": again}
 
-    def _node_emptied(self, link: NodeLink, evidence: Evidence | None, reason: str) -> None:
-        for manager in self.managers.values():
-            manager.on_step_ended(link.name, evidence, reason)
+    # --- the run --------------------------------------------------------------------------------------------
+
+    def on_gateway(self, url: str) -> None:
+        """A gateway listens."""
+        self._endpoint["gateway_url"] = url
+        self.run_dir.write_json("endpoint.json", self._endpoint)
+        self.record("gateway_up", url=url)
+
+    def on_stop(self, message: Stop) -> None:
+        """A client wants the end, or the supervisor cannot go on."""
+        reason = message.reason or "asked by a client"
+        if message.failed:
+            up = self.run.state in (RunState.READY, RunState.DEGRADED)
+            self._fail(EngineFailed(reason) if up else StartupFailed(reason))
+        else:
+            self.request_stop(reason)
 
     def request_stop(self, reason: str) -> None:
         """Ask for the end of the run; the first reason stays."""
@@ -268,63 +265,49 @@ class Coordinator:
             self.record("stop", reason=reason)
         self.stop_wanted.set()
 
-    # --- publishing -----------------------------------------------------------------------------------------
-
-    def _snapshot(self, role_name: str) -> dict[str, Any]:
-        roles = {str(role): role for role in Role}
-        snapshot = self.registry.snapshot(roles[role_name]) if role_name in roles else None
-        if snapshot is None:
-            served = ", ".join(self.registry.revisions()) or "none yet"
-            raise UnknownRole(f"role {role_name[:64]!r} is not published here; published: {served}")
-        return to_json(snapshot)
-
     def publish_all(self) -> None:
         """Publish every role of the plan as it stands."""
         for role in self.plan.roles:
-            routing = RoutingSpec(
-                role.default_model, role.route_key_map, role.aliases, Policy(role.policy), policy_revision=0
-            )
-            entries = [self.managers[role.role, model.name].entry() for model in role.models]
-            self._queue(self.registry.publish(role.role, routing, entries))
+            self.publisher.publish_role(role, [self.managers[role.role, model.name].entry() for model in role.models])
 
     def _publish_replica(self, manager: InferenceManager, replica: Replica) -> None:
         if manager.is_public(replica.engine_id):
-            model = manager.model
-            self._queue(self.registry.publish_engine(model.role, model.name, replica.published()))
-
-    def _queue(self, update: Update | None) -> None:
-        if update is not None and not self._outbox.full():  # a lost update is a gap, and a gap is a resync
-            self._outbox.put_nowait(update)
-
-    async def _publish(self) -> None:
-        while True:
-            update = await self._outbox.get()
-            await self.server.publish(f"snap.{update.role}", {"kind": "update", **update.to_json()})
+            self.publisher.publish_engine(manager.model.role, manager.model.name, replica.published())
 
     async def _pulse(self) -> None:
-        """Heartbeats on discovery, and a look at who has fallen silent."""
-        control, sequence = self.config.control, 0
+        """Heartbeats on discovery."""
         while True:
-            sequence += 1
-            beat = {"kind": "heartbeat", "epoch": self.epoch, "seq": sequence, "state": str(self.run.state)}
-            await self.server.publish(BEAT_TOPIC, {**beat, "revisions": self.registry.revisions()})
+            await self.publisher.heartbeat(str(self.run.state))
+            await asyncio.sleep(PULSE_SECONDS)
+
+    async def _watch(self) -> None:
+        """A look at who has fallen silent, once a beat."""
+        control = self.config.control
+        while True:
+            await asyncio.sleep(control.beat_seconds)
             now = self.clock()
             for link in self.links.nodes.values():
                 if link.identity is None or link.silent or now - link.last_heard <= control.silence_seconds:
                     continue
                 link.silent = True
                 self.record("silent", node=link.name, seconds=round(now - link.last_heard, 1))
-                for manager in self.managers.values():
+                for manager in self.managers.on_node(link.name):
                     manager.on_node_silent(link.name)
-            await asyncio.sleep(control.beat_seconds)
 
     def follow_replicas(self) -> None:
-        """Tell the run's machine whether everything the plan wants is there."""
+        """Let every manager go on with what had to wait, and tell the run whether everything is there."""
+        for manager in self.managers.values():
+            manager.tick()
         complete = all(manager.complete for manager in self.managers.values())
         if complete and self.run.state is RunState.DEGRADED:
             self.advance(RunEvent.ALL_READY)
         elif not complete and self.run.state is RunState.READY:
             self.advance(RunEvent.PART_LOST, "a replica is missing")
+
+    @property
+    def registry(self) -> Registry:
+        """What is published."""
+        return self.publisher.registry
 
     @property
     def gateway_url(self) -> str | None:
@@ -335,36 +318,3 @@ class Coordinator:
     def over(self) -> bool:
         """Whether the run has reached its end."""
         return self.run.state in TERMINAL
-
-
-class UnknownNode(ProtocolError):
-    """A node that the allocation does not have."""
-
-    code = "unknown_node"
-
-
-class UnknownRole(ProtocolError):
-    """A role that this run does not publish."""
-
-    code = "unknown_role"
-
-
-class StaleAttempt(ProtocolError):
-    """A sidecar of an earlier attempt."""
-
-    code = "stale_attempt"
-
-
-class StaleEpoch(ProtocolError):
-    """A message of another coordinator's epoch."""
-
-    code = "stale_epoch"
-
-
-class StaleIncarnation(ProtocolError):
-    """A sidecar that has been replaced."""
-
-    code = "stale_incarnation"
-
-
-__all__ = ["Coordinator"]

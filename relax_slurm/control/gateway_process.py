@@ -1,7 +1,7 @@
 """Start of the gateway process: discovery by subscription behind `gateway.app.Gateway`.
 
-`python -m relax_slurm.control.gateway_process --run-dir DIR`. It tells the coordinator where it listens, and tells it again
-whenever the coordinator is a new one.
+`python -m relax_slurm.control.gateway_process --run-dir DIR`. It tells the coordinator where it listens, and tells it
+again whenever the coordinator is a new one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from relax_slurm.control.allocation import FILE, Allocation
 from relax_slurm.control.head import head_ports
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.core.placement_json import from_json
-from relax_slurm.core.plan import InferencePlacementPlan
+from relax_slurm.core.plan import InferencePlacementPlan, Role
 from relax_slurm.errors import RelaxError, StartupFailed
 from relax_slurm.forward.upstream import Upstream
 from relax_slurm.gateway.app import Gateway
 from relax_slurm.gateway.settings import GatewaySettings
+from relax_slurm.gateway.sources import RenderSource, source_of
 from relax_slurm.wire.client import ControlClient
+from relax_slurm.wire.host import allow_many_files
 from relax_slurm.wire.keys import credentials
 from relax_slurm.wire.messages import PeerKind
 from relax_slurm.wire.parent import end_with_parent
@@ -62,7 +64,7 @@ async def serve(run_dir: RunDir) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     gateway, url = await _listen(run_dir, config, plan, allocation.head_address, subscriber)
     log.info("gateway listens on %s", url)
-    register = asyncio.create_task(_register(endpoint["control"], keys, url))
+    register = asyncio.create_task(_register(endpoint["control"], keys, url, subscriber))
     try:
         await stop.wait()
     finally:
@@ -95,6 +97,7 @@ async def _listen(
             max_body_bytes=int(wanted.max_body_mb * (1 << 20)),
             deadline_seconds=wanted.deadline_seconds,
             staleness_seconds=wanted.staleness_seconds,
+            judges=judges_of(plan),
         )
         gateway = Gateway(subscriber, Upstream(), settings)
         try:
@@ -107,8 +110,21 @@ async def _listen(
     raise StartupFailed(f"the gateway found no free port on {host} among {ports[0]}..{ports[-1]}; set gateway.port")
 
 
-async def _register(control: str, keys: Any, url: str) -> None:
-    """Tell every coordinator once, also one that was started again."""
+def judges_of(plan: InferencePlacementPlan) -> dict[str, RenderSource | str]:
+    """What the messages to each judge are rendered with."""
+    role = plan.role(Role.GENRM)
+    models = () if role is None else role.models
+    return {model.name: source_of(model.model_path, model.engine_args) for model in models}
+
+
+async def _register(control: str, keys: Any, url: str, subscriber: DiscoverySubscriber) -> None:
+    """Tell every coordinator once, also one that was started again.
+
+    Not before there is a view of every role: until then each request would be answered 503, and whoever waits for the
+    run to be READY would take the URL for a promise.
+    """
+    while any(subscriber.current(role) is None for role in subscriber.states):
+        await subscriber.changed()
     told = ""
     async with ControlClient(control, keys) as client:
         while True:
@@ -127,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     run_dir = RunDir(parser.parse_args(argv).run_dir)
     logs.to_stderr("gateway")
+    allow_many_files()
     end_with_parent()
     try:
         return uvloop.run(serve(run_dir))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import Iterable
@@ -17,14 +18,16 @@ from relax_slurm.control import logs
 from relax_slurm.control.allocation import FILE, Allocation
 from relax_slurm.control.coordinator import Coordinator
 from relax_slurm.control.lifecycle import walk
-from relax_slurm.wire.parent import end_with_parent
-from relax_slurm.control.run_dir import RunDir
+from relax_slurm.control.run_dir import AlreadyRunning, RunDir
 from relax_slurm.core.placement_json import from_json
 from relax_slurm.errors import RelaxError, StartupFailed
+from relax_slurm.wire.host import allow_many_files
 from relax_slurm.wire.keys import allowed, read_pair
 from relax_slurm.wire.messages import PeerKind
+from relax_slurm.wire.parent import end_with_parent
 from relax_slurm.wire.server import ControlServer
 
+log = logging.getLogger(__name__)
 PROTOCOL = "RLX1"
 HEAD_PORTS = 64
 """How many ports at the end of the window the head's sockets choose from."""
@@ -59,14 +62,16 @@ async def serve(run_dir: RunDir) -> int:
             "discovery_port": discovery,
         }
         coordinator = Coordinator(run_dir, config, plan, allocation, server, endpoint)
-        coordinator.start()
         loop = asyncio.get_running_loop()
         for number, reason in ((signal.SIGTERM, "the head node was told to end"), (signal.SIGINT, "interrupted")):
             loop.add_signal_handler(number, coordinator.request_stop, reason)
+        coordinator.start()  # from here on others know us, and may tell us to end
         try:
             outcome = await walk(coordinator)
-            run_dir.write_json("outcome.json", outcome)
             coordinator.record("outcome", **{key: outcome[key] for key in ("state", "exit_code", "reason")})
+            # The outcome comes last: who waits for it finds every event written.
+            await coordinator.events.flush()
+            run_dir.write_json("outcome.json", outcome)
         finally:
             await coordinator.close()
     return int(outcome["exit_code"])
@@ -78,9 +83,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     run_dir = RunDir(parser.parse_args(argv).run_dir)
     logs.to_stderr("coordinator")
+    allow_many_files()
     end_with_parent()
     try:
         return uvloop.run(serve(run_dir))
+    except AlreadyRunning as error:
+        log.error("%s", error.message)
+        return error.exit_code  # no outcome: it would be taken for that of the run which goes on
     except (RelaxError, OSError, ValueError) as error:
         failure = error if isinstance(error, RelaxError) else StartupFailed(f"coordinator: {error}")
         run_dir.write_json("outcome.json", failed_outcome(run_dir, failure))

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from relax_slurm.control.coordinator import Coordinator
 from relax_slurm.control.manager import InferenceManager
-from relax_slurm.core.binding import bind
+from relax_slurm.control.node_reports import bind_nodes
 from relax_slurm.core.plan import Mode, RolePlan
 from relax_slurm.core.replica import Replica
-from relax_slurm.core.report import NodeReport
+from relax_slurm.core.replica_events import Evidence
 from relax_slurm.core.run import RunEvent, RunState
-from relax_slurm.errors import EngineFailed, ProtocolError, RecoveryRequired, RelaxError
+from relax_slurm.errors import EngineFailed, RecoveryRequired, RelaxError
 from relax_slurm.wire.messages import Method
 
 log = logging.getLogger(__name__)
-SHUTDOWN_SECONDS = 20.0
+SHUTDOWN_SECONDS = 45.0
+"""A sidecar may need twenty seconds for an engine that does not listen to TERM."""
+FAREWELL_SECONDS = 5.0
+"""The same once every end on the node is proven: a sidecar that was told to end by others may be gone by then."""
 
 
 async def walk(coordinator: Coordinator) -> dict[str, Any]:
@@ -47,12 +51,13 @@ def _fault(caught: Exception) -> RelaxError:
     return EngineFailed(f"the coordinator failed ({type(caught).__name__}: {caught}); this is a fault of relax-slurm")
 
 
-async def _until_stopped(coordinator: Coordinator, work: Any) -> None:
+async def _until_stopped(coordinator: Coordinator, work: Coroutine[Any, Any, None]) -> None:
     """Do `work` until it is done, a stop is wanted or a task of the coordinator failed."""
-    doing = asyncio.ensure_future(work)
-    stop = asyncio.ensure_future(coordinator.stop_wanted.wait())
+    doing = asyncio.create_task(work)
+    stop = asyncio.create_task(coordinator.stop_wanted.wait())
+    first: set[asyncio.Future[Any]] = {doing, stop, coordinator.fatal}
     try:
-        await asyncio.wait({doing, stop, coordinator.fatal}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if coordinator.fatal.done():
             coordinator.fatal.result()
         if doing.done():
@@ -76,16 +81,21 @@ async def _bring_up(coordinator: Coordinator) -> None:
         if coordinator.plan.mode is Mode.DEFER:
             # The next phase uses the same cards: they must be proven free first.
             await _all(manager.offload() for manager in managers)
+    for manager in coordinator.managers.values():
+        manager.serve(rebuild=coordinator.plan.mode is not Mode.DEFER)
 
 
-async def _all(work: Any) -> None:
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Await several managers; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             for each in work:
                 group.create_task(each)
-    except* RelaxError as errors:
-        raise errors.exceptions[0] from None
+    except BaseExceptionGroup as group:
+        # One sentence for the user; a fault of ours among them matters more.
+        raise next(
+            (each for each in group.exceptions if not isinstance(each, RelaxError)), group.exceptions[0]
+        ) from None
 
 
 async def _reports(coordinator: Coordinator) -> None:
@@ -102,24 +112,14 @@ async def _reports(coordinator: Coordinator) -> None:
 
 
 def _bind(coordinator: Coordinator) -> None:
-    reports: dict[str, NodeReport] = {}
-    for link in coordinator.links.nodes.values():
-        if link.report is not None and not link.lost:
-            try:
-                reports[link.name] = NodeReport.from_wire(link.report)
-            except ProtocolError as error:
-                coordinator.record("bad_report", node=link.name, reason=error.message)
-    bound = bind(
-        coordinator.plan,
-        coordinator.allocation.facts(),
-        reports,
-        allow_unverified=coordinator.config.control.allow_unverified,
-    )
+    links = coordinator.links.nodes
+    reports = {name: None if link.lost else link.report for name, link in links.items()}
+    bound = bind_nodes(coordinator.plan, coordinator.allocation, coordinator.config, reports, coordinator.record)
     coordinator.bound = bound
     coordinator.run_dir.write_json("bound.json", bound.to_json())
     for role in coordinator.plan.roles:
         for model in role.models:
-            coordinator.managers[role.role, model.name] = InferenceManager(
+            manager = InferenceManager(
                 model,
                 bound,
                 coordinator.config,
@@ -128,6 +128,7 @@ def _bind(coordinator: Coordinator) -> None:
                 run_tag=coordinator.run_dir.tag,
                 memory_saver=role.offload,
             )
+            coordinator.managers.add(manager)
 
 
 def _managers(coordinator: Coordinator, role: RolePlan) -> list[InferenceManager]:
@@ -150,25 +151,44 @@ async def _serve(coordinator: Coordinator) -> None:
 async def _end(coordinator: Coordinator) -> list[Replica]:
     """Stop replicas, then sidecars. Answers the replicas whose end is not proven."""
     reason = coordinator.stop_reason or coordinator.run.reason or "the run ends"
-    stopping = [manager.stop(reason) for manager in coordinator.managers.values()]
-    left = [replica for replicas in await asyncio.gather(*stopping) for replica in replicas]
-    nodes = [link.name for link in coordinator.links.nodes.values() if link.incarnation and not link.lost]
-    farewells = [_shutdown_node(coordinator, node) for node in nodes]
-    await asyncio.gather(*farewells)
-    return left
+    await asyncio.gather(*(manager.stop(reason) for manager in coordinator.managers.values()))
+    nodes = [link.name for link in coordinator.links.nodes.values() if link.report is not None and not link.lost]
+    await asyncio.gather(*(_shutdown_node(coordinator, node) for node in nodes))
+    return [replica for manager in coordinator.managers.values() for replica in manager.unproven()]
 
 
 async def _shutdown_node(coordinator: Coordinator, node: str) -> None:
-    try:
-        await coordinator.links.command(
+    """Send the node's sidecar home. What it says on leaving is another proof, for stops that were not confirmed."""
+    goodbye = asyncio.ensure_future(
+        coordinator.links.command(
             node,
             Method.SHUTDOWN,
             {},
             operation_id=coordinator.hooks.new_id(),
             timeout_seconds=SHUTDOWN_SECONDS,
         )
+    )
+    while not (await asyncio.wait({goodbye}, timeout=FAREWELL_SECONDS))[0]:
+        if not _in_doubt(coordinator, node):
+            goodbye.cancel()
+    if goodbye.cancelled():
+        coordinator.record("shutdown_unanswered", node=node, reason="the sidecar is gone, and so are its engines")
+        return
+    try:
+        value = goodbye.result()
     except RelaxError as error:
         coordinator.record("shutdown_unanswered", node=node, reason=error.message)
+        return
+    still = frozenset(str(worker) for worker in value.get("unconfirmed") or ())
+    for manager in coordinator.managers.on_node(node):
+        reason = f"the sidecar of {node} ended every engine"
+        manager.on_node_emptied(node, Evidence.CONFIRMED_EXIT, reason, still)
+
+
+def _in_doubt(coordinator: Coordinator, node: str) -> bool:
+    """Whether the end of a replica that has a worker on the node is not proven."""
+    managers = coordinator.managers.on_node(node)
+    return any(node in manager.nodes_of(replica.engine_id) for manager in managers for replica in manager.unproven())
 
 
 def _unproven(left: list[Replica]) -> RecoveryRequired:

@@ -1,12 +1,14 @@
 """The coordinator's view of its sidecars: who is connected, when it was last heard, and which commands are in flight.
 
-One `NodeLink` per node of the plan. A command is sent, sent again under the same id while no result came, and ends with
-the sidecar's result, the deadline, or the end of the node's step; the sidecar makes repetition harmless.
+One `NodeLink` per node of the plan. A command belongs to the sidecar process that it was sent to: it is sent again
+under the same id while no result came, and ends with that sidecar's result, with its end, or with the deadline. The
+sidecar makes repetition harmless.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +17,10 @@ from relax_slurm.errors import RecoveryRequired, RelaxError
 from relax_slurm.wire.messages import Method, Result, WorkerStatus
 
 Send = Callable[[bytes, dict[str, Any]], Awaitable[bool]]
-RESEND_SECONDS = 2.0
+RESEND_SECONDS = (2.0, 30.0)
+"""First and longest pause before a command is sent again; a new connection of the sidecar does not wait for it."""
+REMEMBERED = 64
+"""How many replaced sidecars of a node are known by name."""
 
 
 class CommandFailed(RelaxError):
@@ -35,9 +40,17 @@ class CommandUnanswered(RecoveryRequired):
 
 
 class NodeGone(RelaxError):
-    """The node's step ended while the command was in flight."""
+    """The sidecar that had the command is gone and will not answer."""
 
     code = "node_gone"
+
+
+@dataclass(slots=True)
+class _Pending:
+    body: dict[str, Any]
+    result: asyncio.Future[Result]
+    sent_to: str = ""
+    """Incarnation that has it; empty while nobody was there to send it to."""
 
 
 @dataclass(slots=True)
@@ -46,7 +59,10 @@ class NodeLink:
 
     name: str
     identity: bytes | None = None
+    """Where its sidecar is reached now; None while there is none."""
     incarnation: str = ""
+    former: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """Sidecars that are over; whatever still comes from them is refused."""
     last_heard: float = 0.0
     report: dict[str, Any] | None = None
     workers: dict[str, WorkerStatus] = field(default_factory=dict)
@@ -55,6 +71,7 @@ class NodeLink:
     """How the node's step ended, when it did and no new one has reported: a sentence."""
     lost: bool = False
     """The step ended and will not be started again: nobody will ever answer."""
+    pending: dict[str, _Pending] = field(default_factory=dict)
 
     def heard(self, now: float) -> None:
         """Something well-formed of the current incarnation arrived."""
@@ -62,38 +79,51 @@ class NodeLink:
         self.silent = False
 
 
-@dataclass(slots=True)
-class _Pending:
-    link: NodeLink
-    result: asyncio.Future[Result]
-
-
 class NodeLinks:
     """All planned nodes and the commands in flight to them."""
 
-    def __init__(self, nodes: Iterable[str], epoch: str, send: Send, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        nodes: Iterable[str],
+        epoch: str,
+        send: Send,
+        clock: Callable[[], float],
+        *,
+        resend_seconds: tuple[float, float] = RESEND_SECONDS,
+    ) -> None:
         self.nodes = {name: NodeLink(name) for name in nodes}
         self._epoch = epoch
         self._send = send
         self._clock = clock
-        self._pending: dict[str, _Pending] = {}
+        self._resend_seconds = resend_seconds
 
     def owner_of(self, node: str, incarnation: str) -> NodeLink | None:
         """The link, when this incarnation is the current one."""
         link = self.nodes.get(node)
-        return link if link is not None and link.incarnation == incarnation else None
+        return link if link is not None and link.incarnation == incarnation != "" else None
 
-    def resolve(self, result: Result) -> None:
+    async def follow(self, link: NodeLink, identity: bytes) -> None:
+        """The sidecar speaks from this address; when it is a new one, what may have got lost is sent again."""
+        if link.identity == identity:
+            return
+        link.identity = identity
+        for pending in list(link.pending.values()):
+            await self._deliver(link, pending)
+
+    def retire(self, link: NodeLink, reason: str) -> None:
+        """The sidecar process is over: it is never listened to again, and the commands that it had end unanswered."""
+        if link.incarnation:
+            link.former.append(link.incarnation)
+        link.incarnation, link.identity, link.workers = "", None, {}
+        for pending in link.pending.values():
+            if (pending.sent_to or link.lost) and not pending.result.done():
+                pending.result.set_exception(NodeGone(f"{pending.body['method']} on {link.name}: {reason}"))
+
+    def resolve(self, link: NodeLink, result: Result) -> None:
         """Hand a result to whoever waits for it; a late or unknown one is dropped."""
-        pending = self._pending.get(result.id)
+        pending = link.pending.get(result.id)
         if pending is not None and not pending.result.done():
             pending.result.set_result(result)
-
-    def fail_pending(self, link: NodeLink, error: Exception) -> None:
-        """The node's step ended: nobody will answer any more."""
-        for pending in self._pending.values():
-            if pending.link is link and not pending.result.done():
-                pending.result.set_exception(error)
 
     async def command(
         self, node: str, method: Method, args: dict[str, Any], *, operation_id: str, timeout_seconds: float
@@ -106,24 +136,32 @@ class NodeLinks:
         if link.lost:
             raise NodeGone(f"{method} on {node}: {link.step_ended}")
         body = {"kind": "command", "id": operation_id, "epoch": self._epoch, "method": str(method), "args": args}
-        pending = _Pending(link, asyncio.get_running_loop().create_future())
-        self._pending[operation_id] = pending
+        pending = link.pending[operation_id] = _Pending(body, asyncio.get_running_loop().create_future())
         deadline = self._clock() + timeout_seconds
+        pause, longest = self._resend_seconds
         try:
-            while True:
-                if link.identity is not None:
-                    await self._send(link.identity, body)
+            await self._deliver(link, pending)
+            while not pending.result.done():
                 left = deadline - self._clock()
                 if left <= 0:
                     raise CommandUnanswered(
                         f"{method} on {node} got no result within {timeout_seconds:g} s; its GPUs stay fenced "
                         f"until there is evidence of release"
                     )
-                done, _ = await asyncio.wait({pending.result}, timeout=min(RESEND_SECONDS, left))
-                if done:
-                    return _value(method, node, pending.result.result())
+                done, _ = await asyncio.wait({pending.result}, timeout=min(pause, left))
+                if not done and left > pause:
+                    await self._deliver(link, pending)
+                    pause = min(pause * 2, longest)
+            return _value(method, node, pending.result.result())
         finally:
-            del self._pending[operation_id]
+            del link.pending[operation_id]
+            if pending.result.done():
+                pending.result.exception()  # seen, also when this command was cancelled meanwhile
+
+    async def _deliver(self, link: NodeLink, pending: _Pending) -> None:
+        incarnation = link.incarnation
+        if link.identity is not None and await self._send(link.identity, pending.body):
+            pending.sent_to = incarnation
 
 
 def _value(method: Method, node: str, result: Result) -> dict[str, Any]:

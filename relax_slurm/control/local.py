@@ -12,10 +12,17 @@ from pathlib import Path
 from relax_slurm.errors import SubmissionRefused
 from relax_slurm.slurm.job import ComponentView, JobRef, JobState, JobView
 from relax_slurm.slurm.submit import Submission
+from relax_slurm.wire.parent import PARENT_VARIABLE
+
+CANCEL_SECONDS = (90.0, 10.0)
+"""How long a supervisor may take after TERM (it ends engines, and a coordinator that hangs) and after KILL."""
 
 
 class LocalBackend:
     """Starts, looks at and ends supervisors. A job id is `PID@START`, so that a reused pid is never ours."""
+
+    def __init__(self) -> None:
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def submit(self, submission: Submission) -> JobRef:
         """See `Backend.submit`."""
@@ -32,25 +39,29 @@ class LocalBackend:
                 )
         except OSError as error:
             raise SubmissionRefused(f"cannot start {submission.command[0]}: {error.strerror}") from None
+        self._children[child.pid] = child
         return JobRef(f"{child.pid}@{_start_ticks(child.pid) or 0}")
 
     def poll(self, job: JobRef) -> JobView:
-        """See `Backend.poll`."""
+        """See `Backend.poll`. The job is over when the supervisor and everything it had started are gone."""
         pid, start = _parts(job)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)  # when it is our own child, so that it does not stay a zombie
-        alive = _start_ticks(pid) == start
-        state = JobState.RUNNING if alive else JobState.GONE
-        return JobView(state, (ComponentView(0, str(state)),))
+        if pid in self._children:
+            self._children[pid].poll()  # so that it does not stay a zombie
+        if _start_ticks(pid) == start:
+            return JobView(JobState.RUNNING, (ComponentView(0, str(JobState.RUNNING)),))
+        left = _tied_to(pid)
+        if left:
+            reason = f"the supervisor is gone, {len(left)} of its processes are ending"
+            return JobView(JobState.RUNNING, (ComponentView(0, str(JobState.RUNNING)),), reason)
+        return JobView(JobState.GONE, (ComponentView(0, str(JobState.GONE)),))
 
     def cancel(self, job: JobRef) -> None:
         """See `Backend.cancel`: first asked, and after a while ended; its children are tied to its life."""
         pid, start = _parts(job)
-        for number, seconds in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 5.0)):
-            if _start_ticks(pid) != start:
-                return
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        for number, seconds in zip((signal.SIGTERM, signal.SIGKILL), CANCEL_SECONDS, strict=True):
+            if _start_ticks(pid) == start:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
             deadline = time.monotonic() + seconds
             while not self.poll(job).over and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -70,3 +81,18 @@ def _start_ticks(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _tied_to(pid: int) -> list[int]:
+    """Live processes of this user that a supervisor with this pid has started, by the mark in their environment."""
+    mark = f"{PARENT_VARIABLE}={pid}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                marked = mark in (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue  # somebody else's, or gone meanwhile
+            if marked and _start_ticks(int(entry.name)) is not None:
+                found.append(int(entry.name))
+    return found

@@ -40,9 +40,7 @@ class LocalSite:
             backend=Backend.LOCAL,
             nodes=tuple(node_names(component) for component in self._plan.components),
             batch_host=None,
-            gpu_indexes={
-                name: tuple(range(component.gpus_per_node)) for name, component in self._nodes.items()
-            },
+            gpu_indexes={name: tuple(range(component.gpus_per_node)) for name, component in self._nodes.items()},
             proctrack=Proctrack.LOCAL,
             head_hostname=socket.gethostname(),
             head_boot_id=boot_id(),

@@ -1,4 +1,4 @@
-"""Log lines of our own processes: one JSON object per line on stderr, which the supervisor sends to the process's file."""
+"""Log lines of our own processes: one JSON object per line on stderr, which the supervisor sends to a file."""
 
 from __future__ import annotations
 

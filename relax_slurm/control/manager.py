@@ -2,21 +2,24 @@
 
 It owns the replicas of its model: it feeds their state machines, carries out the commands that come back and tells the
 coordinator what to publish. Decisions are in `core.replica`; this file is the ring around them.
+
+Until `serve` a replica that fails stays as it is, because whoever waits for it reports it. From then on the manager
+looks after it: it is stopped, and built again once its end is proven.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from relax_slurm.config.models import RunConfig
-from relax_slurm.control.links import CommandFailed, NodeGone, NodeLinks
-from relax_slurm.control.worker_args import worker_args
-from relax_slurm.core.binding import BoundPlan, WorkerBinding
-from relax_slurm.core.plan import ModelPlan, ReplicaPlan, WeightSource, WorkerType
+from relax_slurm.control.dispatch import Dispatch, Slot
+from relax_slurm.control.links import NodeLinks
+from relax_slurm.core.binding import BoundPlan
+from relax_slurm.core.plan import ModelPlan, WeightSource, WorkerType
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import (
     Command,
@@ -27,20 +30,13 @@ from relax_slurm.core.replica_events import (
     IllegalEvent,
     State,
 )
-from relax_slurm.core.snapshot import ModelEntry, ReplicaState, model_state
+from relax_slurm.core.snapshot import ModelEntry, model_state
 from relax_slurm.errors import EngineFailed, RecoveryRequired, RelaxError, StartupFailed
-from relax_slurm.wire.messages import Method, WorkerState, WorkerStatus
+from relax_slurm.wire.messages import WorkerState, WorkerStatus
 
-_METHODS = {
-    CommandKind.START_WORKER: Method.START_WORKER,
-    CommandKind.STOP_WORKER: Method.STOP_WORKER,
-    CommandKind.OPEN_ADMISSION: Method.OPEN_ADMISSION,
-    CommandKind.CLOSE_ADMISSION: Method.CLOSE_ADMISSION,
-    CommandKind.OFFLOAD: Method.OFFLOAD,
-    CommandKind.ONLOAD: Method.ONLOAD,
-}
-_BAD = {State.FAILED, State.STOPPING, State.GONE}
-_SETTLED = {ReplicaState.READY, ReplicaState.SLEEPING}
+STOP_AGAIN_SECONDS = 30.0
+"""Pause before a stop that could not be confirmed is asked for again."""
+_BAD = (State.FAILED, State.STOPPING, State.GONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +46,10 @@ class Hooks:
     publish: Callable[[InferenceManager, Replica], None]
     record: Callable[..., None]
     """Append to events.jsonl."""
-    spawn: Callable[[Coroutine[Any, Any, None]], None]
+    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     """Run as a task that the coordinator keeps and whose failure ends the run."""
     clock: Callable[[], float]
     new_id: Callable[[], str]
-
-
-@dataclass(slots=True)
-class _Slot:
-    """One replica of the plan, across its rebuilds."""
-
-    plan: ReplicaPlan
-    replica: Replica
-    bindings: tuple[WorkerBinding, ...]
-    restarts: deque[float] = field(default_factory=deque)
-    given_up: str = ""
-    """Why it is not built again."""
 
 
 class InferenceManager:
@@ -83,17 +67,26 @@ class InferenceManager:
         memory_saver: bool,
     ) -> None:
         self.model = model
-        self.rebuild = True
-        """Whether a replica whose end is proven is started again; cleared when the run stops."""
-        self._bound = bound
         self._config = config
         self._links = links
         self._hooks = hooks
-        self._run_tag = run_tag
-        self._memory_saver = memory_saver
-        self._changed = asyncio.Condition()
+        self._serving = False
+        self._rebuild = False
+        self._changed = asyncio.Event()
+        self._dispatch = Dispatch(
+            model,
+            bound,
+            config,
+            links,
+            spawn=hooks.spawn,
+            new_id=hooks.new_id,
+            feed=self.feed,
+            ended=self._changed.set,
+            run_tag=run_tag,
+            memory_saver=memory_saver,
+        )
         self._slots = {
-            plan.replica_id: _Slot(
+            plan.replica_id: Slot(
                 plan,
                 Replica(plan.replica_id, len(plan.workers), since=hooks.clock()),
                 tuple(bound.worker_binding(worker) for worker in plan.workers),
@@ -101,6 +94,11 @@ class InferenceManager:
             for plan in model.replicas
             if plan.worker_type is not WorkerType.PLACEHOLDER
         }
+        self._counts = Counter(slot.replica.state for slot in self._slots.values())
+        self._on_node: dict[str, list[tuple[str, int]]] = {}
+        for replica_id, slot in self._slots.items():
+            for rank, binding in enumerate(slot.bindings):
+                self._on_node.setdefault(binding.node_name, []).append((replica_id, rank))
 
     # --- what others read -----------------------------------------------------------------------------------
 
@@ -112,9 +110,7 @@ class InferenceManager:
     def entry(self) -> ModelEntry:
         """The model as discovery shows it; prefill and decode workers stay inside."""
         published = [
-            slot.replica.published()
-            for slot in self._slots.values()
-            if slot.plan.worker_type is WorkerType.REGULAR
+            slot.replica.published() for slot in self._slots.values() if slot.plan.worker_type is WorkerType.REGULAR
         ]
         static = self.model.weight_source is WeightSource.STATIC
         return ModelEntry(
@@ -134,8 +130,10 @@ class InferenceManager:
 
     @property
     def complete(self) -> bool:
-        """Whether every replica is in the state that the run wants it in."""
-        return all(replica.published().state in _SETTLED for replica in self.replicas)
+        """Whether every replica serves, or sleeps until its lease."""
+        if self._counts[State.READY] + self._counts[State.SLEEPING] < len(self._slots):
+            return False
+        return all(replica.state is State.SLEEPING or not replica.fenced for replica in self.replicas)
 
     @property
     def exhausted(self) -> str:
@@ -143,12 +141,19 @@ class InferenceManager:
         given_up = [slot.given_up for slot in self._slots.values()]
         return given_up[0] if given_up and all(given_up) else ""
 
-    def workers_on(self, node: str) -> Iterable[tuple[str, int]]:
+    def unproven(self) -> list[Replica]:
+        """Replicas whose end is not proven."""
+        return [replica for replica in self.replicas if replica.state is not State.GONE]
+
+    def workers_on(self, node: str) -> list[tuple[str, int]]:
         """Replica id and rank of every worker planned on a node."""
-        for replica_id, slot in self._slots.items():
-            for rank, binding in enumerate(slot.bindings):
-                if binding.node_name == node:
-                    yield replica_id, rank
+        return self._on_node.get(node, [])
+
+    def worker_ids(self) -> Iterable[tuple[str, str, str, int]]:
+        """Worker id, node, replica id and rank of every worker."""
+        for node, workers in self._on_node.items():
+            for replica_id, rank in workers:
+                yield f"{replica_id}#{rank}", node, replica_id, rank
 
     def nodes_of(self, replica_id: str) -> list[str]:
         """Names of the nodes that carry the replica's workers, head first."""
@@ -158,44 +163,54 @@ class InferenceManager:
 
     async def start(self) -> None:
         """Start every replica and wait until all are READY; `StartupFailed` names the first that is not."""
-        for replica in self.replicas:
-            self.feed(replica.engine_id, Event(EventKind.BEGIN))
+        self._feed_all(EventKind.BEGIN)
         await self._until(State.READY, StartupFailed)
 
     async def offload(self) -> None:
         """Bring every replica to SLEEPING; `RecoveryRequired` when the release of one is not confirmed."""
-        for replica in self.replicas:
-            self.feed(replica.engine_id, Event(EventKind.OFFLOAD))
+        self._feed_all(EventKind.OFFLOAD)
         await self._until(State.SLEEPING, RecoveryRequired)
 
     async def onload(self) -> None:
         """Bring every replica back to READY; `EngineFailed` when one does not come."""
-        for replica in self.replicas:
-            self.feed(replica.engine_id, Event(EventKind.ONLOAD))
+        self._feed_all(EventKind.ONLOAD)
         await self._until(State.READY, EngineFailed)
 
-    async def stop(self, reason: str) -> list[Replica]:
-        """End every replica and wait for proof; answers those whose end could not be proven in time."""
-        self.rebuild = False
+    def serve(self, *, rebuild: bool) -> None:
+        """Look after the replicas from now on. Without `rebuild` one that ended stays ended.
+
+        A deferred replica must not come back by itself: whoever has the lease uses its GPUs.
+        """
+        self._serving, self._rebuild = True, rebuild
+        for slot in self._slots.values():
+            self._look_after(slot)
+
+    def tick(self) -> None:
+        """Call about once a second while serving: what had to wait for a node or for another try goes on."""
+        if self._counts[State.GONE] + self._counts[State.STOPPING] + self._counts[State.FAILED]:
+            for slot in self._slots.values():
+                self._look_after(slot)
+
+    async def stop(self, reason: str) -> None:
+        """End every replica; answers when all ends are proven or nothing is under way that could prove one."""
+        self._serving = False
         for slot in self._slots.values():
             if slot.replica.state is not State.GONE:
-                self._carry_out(slot, slot.replica.shutdown(self._hooks.clock(), reason))
-        seconds = self._config.control.drain_seconds + self._config.control.operation_seconds
-        try:
-            async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait_for(lambda: all(r.state is State.GONE for r in self.replicas))
-        except TimeoutError:
-            pass
-        return [replica for replica in self.replicas if replica.state is not State.GONE]
+                self._shut_down(slot, reason)
+        while self._counts[State.GONE] < len(self._slots) and self._dispatch.in_flight:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def rebind(self, bound: BoundPlan) -> None:
+        """A node came back with other ports: what is started from now on uses them."""
+        self._dispatch.bound = bound
+        for slot in self._slots.values():
+            slot.bindings = tuple(bound.worker_binding(worker) for worker in slot.plan.workers)
 
     async def _until(self, wanted: State, error: type[RelaxError]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: (
-                    all(r.state is wanted for r in self.replicas)
-                    or any(r.state in _BAD for r in self.replicas)
-                )
-            )
+        while self._counts[wanted] < len(self._slots) and not any(self._counts[state] for state in _BAD):
+            self._changed.clear()
+            await self._changed.wait()
         for replica in self.replicas:
             if replica.state in _BAD:
                 raise error(
@@ -215,18 +230,7 @@ class InferenceManager:
         except IllegalEvent as error:
             self._hooks.record("ignored", replica=replica_id, reason=error.message)
             return
-        if slot.replica.state is not before:
-            self._hooks.record(
-                "replica",
-                replica=replica_id,
-                role=self.model.role,
-                before=before,
-                after=slot.replica.state,
-                cause=event.kind,
-                reason=event.reason,
-                generation=slot.replica.generation,
-            )
-        self._carry_out(slot, commands)
+        self._after(slot, before, commands, cause=str(event.kind), reason=event.reason)
 
     def on_status(self, replica_id: str, rank: int, status: WorkerStatus) -> None:
         """What a beat or an event says of a worker; only changes that the machine must know become events."""
@@ -234,10 +238,10 @@ class InferenceManager:
         worker = replica.workers[rank]
         if not worker.started or worker.exit_proof is not None:
             return
+        if status.generation is not None and status.generation != replica.generation:
+            return  # of a predecessor: its end is not the end of the worker that is being started now
         if status.state == WorkerState.EXITED:
-            self.feed(
-                replica_id, _event(EventKind.WORKER_EXITED, rank, status, evidence=Evidence.CONFIRMED_EXIT)
-            )
+            self.feed(replica_id, _event(EventKind.WORKER_EXITED, rank, status, evidence=Evidence.CONFIRMED_EXIT))
         elif status.state == WorkerState.UNCONFIRMED and worker.ready:
             self.feed(replica_id, _event(EventKind.WORKER_EXITED, rank, status))
         elif status.state == WorkerState.FAILED and worker.ready:
@@ -259,117 +263,100 @@ class InferenceManager:
         for replica_id, rank in self.workers_on(node):
             self.feed(replica_id, Event(EventKind.WORKER_HEARD, rank))
 
-    def on_step_ended(self, node: str, evidence: Evidence | None, reason: str) -> None:
-        """The node's step is over; `evidence` is None where that proves nothing about its processes."""
+    def on_node_emptied(
+        self, node: str, evidence: Evidence | None, reason: str, keep: frozenset[str] = frozenset()
+    ) -> None:
+        """No worker of ours but `keep` is left on the node; `evidence` is None where that is not proven."""
         for replica_id, rank in self.workers_on(node):
             worker = self._slots[replica_id].replica.workers[rank]
-            if worker.started and worker.exit_proof is None:
+            if worker.started and worker.exit_proof is None and f"{replica_id}#{rank}" not in keep:
                 event = Event(EventKind.WORKER_EXITED, rank, evidence=evidence, reason=reason)
                 self.feed(replica_id, event)
 
-    # --- commands -------------------------------------------------------------------------------------------
+    # --- what follows ---------------------------------------------------------------------------------------
 
-    def _carry_out(self, slot: _Slot, commands: Iterable[Command]) -> None:
-        for command in commands:
+    def _feed_all(self, kind: EventKind) -> None:
+        for replica in self.replicas:
+            self.feed(replica.engine_id, Event(kind))
+
+    def _after(self, slot: Slot, before: State, commands: Iterable[Command], *, cause: str, reason: str) -> None:
+        """Count, record, publish and send what follows from an event."""
+        replica = slot.replica
+        if replica.state is not before:
+            self._counts[before] -= 1
+            self._counts[replica.state] += 1
+            self._changed.set()
+            self._hooks.record(
+                "replica",
+                replica=slot.plan.replica_id,
+                role=self.model.role,
+                before=before,
+                after=replica.state,
+                cause=cause,
+                reason=reason,
+                generation=replica.generation,
+            )
+        todo = list(commands)
+        if any(command.kind is CommandKind.STOP_WORKER for command in todo):
+            self._dispatch.withdraw(slot)
+            slot.stopped_at = self._hooks.clock()
+        for command in todo:
             if command.kind is CommandKind.PUBLISH:
-                self._hooks.publish(self, slot.replica)
+                self._hooks.publish(self, replica)
             else:
-                self._hooks.spawn(self._command(slot, slot.replica, command))
-        if slot.replica.state is State.GONE and self.rebuild:
+                self._dispatch.send(slot, command)
+        self._look_after(slot)
+
+    def _look_after(self, slot: Slot) -> None:
+        """While serving: clean up what failed, ask again for an end that is not proven, build again what is gone."""
+        if not self._serving:
+            return
+        state = slot.replica.state
+        if state is State.FAILED:
+            self._shut_down(slot, slot.replica.reason)
+        elif state is State.STOPPING and not slot.tasks:
+            if self._hooks.clock() - slot.stopped_at >= STOP_AGAIN_SECONDS and self._reachable(slot):
+                self._shut_down(slot, slot.replica.reason)
+        elif state is State.GONE and not slot.given_up:
             self._begin_again(slot)
-        self._hooks.spawn(self._notify())
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _shut_down(self, slot: Slot, reason: str) -> None:
+        before = slot.replica.state
+        commands = slot.replica.shutdown(self._hooks.clock(), reason)
+        self._after(slot, before, commands, cause="stop", reason=reason)
 
-    def _begin_again(self, slot: _Slot) -> None:
+    def _begin_again(self, slot: Slot) -> None:
+        links = [self._links.nodes[binding.node_name] for binding in slot.bindings]
+        lost = next((link for link in links if link.lost), None)
+        if lost is not None or not self._rebuild:
+            ended = f"{lost.step_ended} and will not be started again" if lost is not None else slot.replica.reason
+            self._give_up(slot, ended)
+            return
+        if any(link.identity is None for link in links):
+            return  # its sidecar is being started; `tick` comes back to it
         now = self._hooks.clock()
         budget = self._config.engine
         while slot.restarts and now - slot.restarts[0] > budget.restart_window_seconds:
             slot.restarts.popleft()
         if len(slot.restarts) >= budget.max_restarts:
-            slot.given_up = slot.replica.reason or "its engine ended"
-            self._hooks.record("given_up", replica=slot.plan.replica_id, reason=slot.given_up)
+            self._give_up(slot, slot.replica.reason)
             return
         slot.restarts.append(now)
+        self._dispatch.withdraw(slot)
         slot.replica = slot.replica.successor(now)
+        self._counts[State.GONE] -= 1
+        self._counts[slot.replica.state] += 1
         self._hooks.publish(self, slot.replica)
         self.feed(slot.plan.replica_id, Event(EventKind.BEGIN))
 
-    async def _command(self, slot: _Slot, replica: Replica, command: Command) -> None:
-        rank = command.worker or 0
-        node = slot.bindings[rank].node_name
-        try:
-            value = await self._links.command(
-                node,
-                _METHODS[command.kind],
-                self._args(slot, replica, command, rank),
-                operation_id=self._hooks.new_id(),
-                timeout_seconds=self._seconds(command.kind),
-            )
-            event = _success(command, rank, value)
-        except CommandFailed as error:
-            event = _failure(command, rank, error)
-        except NodeGone as error:
-            event = Event(EventKind.FAIL, reason=error.message)
-        except RecoveryRequired as error:
-            event = Event(EventKind.FAIL, reason=error.message)
-        if slot.replica is replica:  # a rebuilt replica is not told about its predecessor
-            self.feed(replica.engine_id, event)
+    def _give_up(self, slot: Slot, reason: str) -> None:
+        slot.given_up = reason or "its engine ended"
+        self._hooks.record("given_up", replica=slot.plan.replica_id, reason=slot.given_up)
 
-    def _seconds(self, kind: CommandKind) -> float:
-        control = self._config.control
-        if kind is CommandKind.START_WORKER:
-            return self._config.engine.startup_seconds + control.silence_seconds
-        return control.operation_seconds
-
-    def _args(self, slot: _Slot, replica: Replica, command: Command, rank: int) -> dict[str, Any]:
-        base: dict[str, Any] = {"worker_id": f"{replica.engine_id}#{rank}"}
-        if command.kind is CommandKind.START_WORKER:
-            return base | worker_args(
-                self.model,
-                slot.plan,
-                rank,
-                self._bound,
-                self._config,
-                run_tag=self._run_tag,
-                memory_saver=self._memory_saver,
-                generation=replica.generation,
-            )
-        control = self._config.control
-        if command.kind in (CommandKind.CLOSE_ADMISSION, CommandKind.STOP_WORKER):
-            return base | {"drain_seconds": control.drain_seconds}
-        if command.kind in (CommandKind.OFFLOAD, CommandKind.ONLOAD):
-            seconds = control.operation_seconds - control.drain_seconds
-            return base | {"tags": sorted(command.tags), "deadline_seconds": seconds}
-        return base
+    def _reachable(self, slot: Slot) -> bool:
+        nodes = [slot.bindings[rank].node_name for rank in slot.replica.unproven()]
+        return any(self._links.nodes[node].identity is not None for node in nodes)
 
 
 def _event(kind: EventKind, rank: int, status: WorkerStatus, evidence: Evidence | None = None) -> Event:
     return Event(kind, rank, evidence=evidence, reason=status.detail)
-
-
-def _success(command: Command, rank: int, value: dict[str, Any]) -> Event:
-    match command.kind:
-        case CommandKind.START_WORKER:
-            url = value.get("base_url") if rank == 0 else None
-            return Event(EventKind.WORKER_READY, rank, base_url=url)
-        case CommandKind.OPEN_ADMISSION:
-            return Event(EventKind.ADMISSION_OPENED)
-        case CommandKind.CLOSE_ADMISSION:
-            return Event(EventKind.ADMISSION_CLOSED)
-        case CommandKind.OFFLOAD:
-            return Event(EventKind.RELEASED, rank, tags=command.tags)
-        case CommandKind.ONLOAD:
-            return Event(EventKind.RESUMED, rank, tags=command.tags)
-        case _:
-            return Event(EventKind.WORKER_EXITED, rank, evidence=Evidence.CONFIRMED_EXIT)
-
-
-def _failure(command: Command, rank: int, error: CommandFailed) -> Event:
-    if error.remote_code == "exited":
-        # The sidecar saw the whole process tree end: a failure, and proof of release.
-        evidence = Evidence.CONFIRMED_EXIT
-        return Event(EventKind.WORKER_EXITED, rank, evidence=evidence, reason=error.message)
-    return Event(EventKind.FAIL, reason=error.message)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control.backends import BackendKind
-from relax_slurm.control.run_dir import RunDir, write_atomically
+from relax_slurm.control.run_dir import RunDir, cannot_write, write_atomically
 from relax_slurm.core.binding import Backend
 from relax_slurm.core.placement_json import to_json
 from relax_slurm.core.plan import InferencePlacementPlan
@@ -19,7 +19,19 @@ from relax_slurm.wire.keys import write_keys
 def prepare(
     root: Path, config: RunConfig, plan: InferencePlacementPlan, kind: BackendKind
 ) -> tuple[RunDir, Submission]:
-    """A new attempt with config, plan, script, keys and tokens; answers it with what a backend needs."""
+    """A new attempt with config, plan, script, keys and tokens; answers it with what a backend needs.
+
+    ConfigError when the run directory cannot be written.
+    """
+    try:
+        return _prepare(root, config, plan, kind)
+    except OSError as error:
+        raise cannot_write(root, error) from None
+
+
+def _prepare(
+    root: Path, config: RunConfig, plan: InferencePlacementPlan, kind: BackendKind
+) -> tuple[RunDir, Submission]:
     run_dir = RunDir.create(root, config.name)
     write_atomically(run_dir.path / "config.json", config.resolved_json())
     write_atomically(run_dir.path / "plan.json", to_json(plan))
@@ -31,7 +43,10 @@ def prepare(
     command = (sys.executable, "-m", module, "--run-dir", str(run_dir.path), "--backend", str(steps))
     tag = f"relax-{config.name}-{run_dir.attempt}-{run_dir.mark}"
     script = render(
-        plan, config, ScriptPaths(command=command, log=run_dir.logs / "head_supervisor.log", tag=tag, chdir=run_dir.path)
+        plan,
+        config,
+        ScriptPaths(command=command, log=run_dir.logs / "head_supervisor.log", tag=tag, chdir=run_dir.path),
     )
     write_atomically(run_dir.path / "job.sbatch", script)
+    run_dir.make_latest()
     return run_dir, Submission(config.name, run_dir.attempt, tag, run_dir.path, script, command)

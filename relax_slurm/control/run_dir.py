@@ -1,17 +1,19 @@
 """The run directory: where the pieces of a run find each other (docs/operations.md, Run directory).
 
-`<runs root>/<run>/attempt_N/{config.json, plan.json, job.sbatch, endpoint.json, keys/, journal/, logs/, events.jsonl, …}` with a
-`latest` link beside the attempts. Everything is 0700 / 0600; every file that another process reads is written
-atomically.
+`<runs root>/<run>/attempt_N/{config.json, plan.json, job.sbatch, endpoint.json, keys/, journal/, logs/, events.jsonl}`
+(and a few more) with a `latest` link beside the attempts. Folders are 0700, our files 0600; every file that another
+process reads is written atomically.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,8 +21,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from relax_slurm.control import event_log
 from relax_slurm.errors import ConfigError, StartupFailed
 
+log = logging.getLogger(__name__)
 ATTEMPT_PREFIX = "attempt_"
 
 
@@ -28,6 +32,45 @@ def runs_root(configured: str | None, environ: Mapping[str, str]) -> Path:
     """Folder that holds all runs: the run file's `runs_root`, RELAX_RUNS_ROOT, or ~/.relax_slurm/runs."""
     chosen = configured or environ.get("RELAX_RUNS_ROOT") or "~/.relax_slurm/runs"
     return Path(chosen).expanduser().absolute()
+
+
+def run_folder(root: Path, run: str) -> Path:
+    """The folder of all attempts of `run`, made private to this user."""
+    folder = root / run
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"run folder {folder} belongs to another user; choose another name or runs_root")
+    folder.chmod(0o700)
+    return folder
+
+
+def cannot_write(root: Path, error: OSError) -> ConfigError:
+    """What to say when the files of a run cannot be written: no space, no permission, no such place."""
+    return ConfigError(
+        f"runs_root: cannot write the files of a run under {root} ({error.strerror or error}); "
+        f"free space there, or choose another folder with runs_root or RELAX_RUNS_ROOT"
+    )
+
+
+@contextmanager
+def launch_lock(root: Path, run: str) -> Iterator[None]:
+    """Held while a run of this name is looked for, prepared and submitted.
+
+    `ConfigError` when somebody else has it, or when the run's folder cannot be written.
+    """
+    try:
+        lock = FileLock(str(run_folder(root, run) / "launch.lock"))
+        lock.acquire(timeout=0)
+    except Timeout as held:
+        raise ConfigError(
+            f"another launch of run {run!r} is under way ({held.lock_file}); wait for it or choose another name"
+        ) from None
+    except OSError as error:
+        raise cannot_write(root, error) from None
+    try:
+        yield
+    finally:
+        lock.release(force=True)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -55,6 +98,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         except (OSError, ValueError) as error:
             if attempt == 2:
                 raise StartupFailed(f"cannot read {path}: {error}") from None
+            time.sleep(0.05)
             continue
         if not isinstance(value, dict):
             raise StartupFailed(f"{path} holds {type(value).__name__}, wanted a JSON object")
@@ -116,11 +160,7 @@ class RunDir:
     @classmethod
     def create(cls, root: Path, run: str) -> RunDir:
         """Make the next attempt of `run`, private to this user, with keys' and logs' folders."""
-        parent = root / run
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if parent.stat().st_uid != os.getuid():
-            raise ConfigError(f"run folder {parent} belongs to another user; choose another name or runs_root")
-        parent.chmod(0o700)
+        parent = run_folder(root, run)
         number = 1 + max(_attempts(parent), default=0)
         while True:
             path = parent / f"{ATTEMPT_PREFIX}{number}"
@@ -132,19 +172,24 @@ class RunDir:
         for name in ("keys", "logs", "journal"):
             (path / name).mkdir(mode=0o700)
         (parent / "ledger").mkdir(mode=0o700, exist_ok=True)
-        link = parent / f".latest.{os.getpid()}"
-        link.symlink_to(path.name)
-        link.replace(parent / "latest")
         return cls(path)
+
+    def make_latest(self) -> None:
+        """Point `latest` here; to be called when everything that others read is written."""
+        link = self.path.parent / f".latest.{os.getpid()}"
+        link.unlink(missing_ok=True)  # of a process of that number that was killed
+        link.symlink_to(self.path.name)
+        link.replace(self.path.parent / "latest")
 
     def next_attempt(self) -> RunDir:
         """A new attempt with this one's config, plan and secrets: what a requeued job runs in."""
         fresh = RunDir.create(self.path.parent.parent, self.run)
-        for name in ("config.json", "plan.json", "job.sbatch", "job.json", "token"):
-            if (self.path / name).exists():
-                write_atomically(fresh.path / name, (self.path / name).read_text())
         for key in self.keys.iterdir():
             write_atomically(fresh.keys / key.name, key.read_text())
+        for name in ("token", "config.json", "plan.json", "job.sbatch", "job.json"):
+            if (self.path / name).exists():
+                write_atomically(fresh.path / name, (self.path / name).read_text())
+        fresh.make_latest()
         return fresh
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
@@ -162,13 +207,11 @@ class RunDir:
         return read_json(self.path / name)
 
     def append_event(self, event: Mapping[str, Any]) -> None:
-        """One line in events.jsonl; a single short write, so lines of several processes do not mix."""
-        line = json.dumps({"time": round(time.time(), 3), **event}, sort_keys=True) + "\n"
-        descriptor = os.open(self.path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        """One line in events.jsonl, beside those of other processes. One that cannot be written is only logged."""
         try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+            event_log.append(self.path, event_log.line_of(event))
+        except OSError as error:
+            log.warning("event %s is lost: %s", event.get("event"), error.strerror)
 
     def next_epoch(self) -> str:
         """A new epoch, higher than every earlier one of this run (docs/protocol.md, Epoch)."""
@@ -178,16 +221,35 @@ class RunDir:
             write_atomically(counter, f"{last + 1}\n")
         return f"{last + 1:06d}-{secrets.token_hex(3)}"
 
-    def coordinator_lock(self) -> FileLock:
-        """Taken by the coordinator for its lifetime: a convenience; the epoch is the safety."""
+    @contextmanager
+    def coordinator_lock(self) -> Iterator[None]:
+        """Held by the coordinator for its lifetime: a convenience; the epoch is the safety. `AlreadyRunning`."""
         lock = FileLock(str(self.path / "coordinator.lock"))
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            raise StartupFailed(
+            raise AlreadyRunning(
                 f"another coordinator of run {self.run!r} holds {lock.lock_file}; stop it or use `relax-slurm status`"
             ) from None
-        return lock
+        try:
+            yield
+        finally:
+            lock.release(force=True)
+
+    def newest(self) -> RunDir:
+        """The attempt that this one's job runs in now: Slurm may have started it again, which makes a new attempt."""
+        job = self.read("job.json")
+        latest = self.path.parent / "latest"
+        if job is None or not latest.exists():
+            return self
+        newest = RunDir(latest.resolve())
+        return newest if newest.attempt > self.attempt and newest.read("job.json") == job else self
+
+
+class AlreadyRunning(StartupFailed):
+    """Somebody else is this run's coordinator; whoever gets this leaves without a trace."""
+
+    code = "already_running"
 
 
 def _attempts(parent: Path) -> list[int]:
@@ -198,9 +260,9 @@ def _attempts(parent: Path) -> list[int]:
 def find(root: Path, run: str | None) -> RunDir:
     """The newest attempt of `run`, or of the newest run of this user. A path to an attempt is accepted too."""
     if run and "/" in run:
-        path = Path(run).absolute()
-        if not (path / "plan.json").exists():
-            raise ConfigError(f"{path} is no run directory (it has no plan.json)")
+        path = Path(run).expanduser().resolve()
+        if not (path / "plan.json").exists() or not path.name.removeprefix(ATTEMPT_PREFIX).isdigit():
+            raise ConfigError(f"{path} is no attempt's folder (attempt_N with a plan.json in it); give the run's name")
         return RunDir(path)
     if run:
         latest = root / run / "latest"

@@ -80,20 +80,18 @@ class SlurmSite:
             self._ask(["scontrol", "show", "node", here]),
         )
         records = parse_jobs(jobs.out) if jobs.ok else ()
-        indexes = {
-            node: gpus for record in records for node, gpus in record.gpus.items() if gpus is not None
-        }
+        indexes = {node: gpus for record in records for node, gpus in record.gpus.items() if gpus is not None}
         return Allocation(
             backend=Backend.SLURM,
             nodes=job.nodes,
             job_ids=job.component_ids,
             batch_host=here,
             gpu_indexes=indexes,
-            proctrack=Proctrack.parse(parse_config(settings.out).get("ProctrackType")),
+            proctrack=Proctrack.parse(parse_config(settings.out).get("ProctrackType") if settings.ok else None),
             head_hostname=socket.gethostname(),
             head_boot_id=boot_id(),
             head_net_ns=net_ns(),
-            head_address=_head_address(nodes),
+            head_address=_head_address(nodes, self._config.slurm.interface),
             head_addresses=interface_addresses(),
             gpu_components=gpu_components(self._plan),
         )
@@ -124,13 +122,19 @@ class SlurmSite:
         return done
 
 
-def _head_address(node: Done) -> str:
-    """The address of this node that the cluster itself uses (NodeAddr), else one of our interfaces."""
+def _head_address(node: Done, interface: str | None) -> str:
+    """The address of the interface that the user names, else the one that the cluster uses (NodeAddr), else any."""
+    found = {entry.interface: entry.address for entry in reversed(interface_addresses())}
+    if interface is not None:
+        if interface not in found:
+            raise StartupFailed(
+                f"slurm.interface is {interface!r}, which the head node does not have; it has {', '.join(found)}"
+            )
+        return found[interface]
     match = re.search(r"\bNodeAddr=(\S+)", node.out)
     try:
         if match is not None:
             return socket.gethostbyname(match[1])
     except OSError:
         pass  # a name that only the controller can resolve
-    ours = [entry.address for entry in interface_addresses() if not entry.address.startswith("127.")]
-    return ours[0] if ours else LOOPBACK
+    return next((address for address in found.values() if not address.startswith("127.")), LOOPBACK)

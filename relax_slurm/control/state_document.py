@@ -34,7 +34,7 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
                 "node": link.name,
                 "state": _node_state(link.identity is not None, link.silent, link.step_ended, link.incarnation),
                 "heard_seconds_ago": round(now - link.last_heard, 2) if link.last_heard else None,
-                "workers": [status.model_dump() for status in link.workers.values()],
+                "workers": [dict(vars(status)) for status in link.workers.values()],
             }
             for link in coordinator.links.nodes.values()
         ],
@@ -57,6 +57,8 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
             "garbage": coordinator.server.counters.garbage,
             "denied": coordinator.server.counters.denied,
             "undeliverable": coordinator.server.counters.undeliverable,
+            "faults": coordinator.server.counters.faults,
+            "events_lost": coordinator.events.lost,
         },
     }
 

@@ -7,22 +7,24 @@ A *step* here is one process that the supervisor waits for. Its end is a fact; w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from relax_slurm.slurm.command import run_async
 from relax_slurm.slurm.environment import step_environment
-from relax_slurm.slurm.steps import list_steps, node_step, parse_steps, signal_step
+from relax_slurm.slurm.steps import StepRow, list_steps, node_step, parse_steps, signal_step
 from relax_slurm.wire.parent import PARENT_VARIABLE
 
-SIDECAR_MODULE = "sidecars.node"
+AT_ONCE = 8
+"""Slurm commands that run side by side; the controller serves other people too."""
 
 
 class StepRunner(Protocol):
@@ -32,8 +34,8 @@ class StepRunner(Protocol):
         """Start the node's step; its output is appended to `output`."""
         ...
 
-    async def end(self, node: str, process: asyncio.subprocess.Process, *, force: bool) -> None:
-        """Ask the step to end (TERM), or end it (KILL). Answers when asked, not when ended."""
+    async def end(self, steps: Mapping[str, asyncio.subprocess.Process], *, force: bool) -> None:
+        """Ask steps (by node) to end, or end them (KILL). Answers when asked, not when ended."""
         ...
 
 
@@ -59,15 +61,15 @@ class LocalSteps:
                 start_new_session=True,
             )
 
-    async def end(self, node: str, process: asyncio.subprocess.Process, *, force: bool) -> None:
+    async def end(self, steps: Mapping[str, asyncio.subprocess.Process], *, force: bool) -> None:
         """See `StepRunner.end`."""
-        if process.returncode is None:
-            process.send_signal(signal.SIGKILL if force else signal.SIGTERM)
+        for process in steps.values():
+            _signal(process, signal.SIGKILL if force else signal.SIGTERM)
 
 
 @dataclass(slots=True)
 class SlurmSteps:
-    """One srun per node. Signals go through scancel: a signal to srun itself would kill the task at once."""
+    """One srun per node. TERM to an srun would kill its task at once, so the polite way is INT (`slurm.steps`)."""
 
     command: Sequence[str]
     environ: Mapping[str, str]
@@ -77,7 +79,6 @@ class SlurmSteps:
     """Slurm job id of each component."""
     het: bool
     extra: Sequence[str] = ()
-    _names: dict[str, str] = field(default_factory=dict)
 
     async def start(self, node: str, output: Path) -> asyncio.subprocess.Process:
         """See `StepRunner.start`."""
@@ -99,12 +100,26 @@ class SlurmSteps:
             start_new_session=True,
         )
 
-    async def end(self, node: str, process: asyncio.subprocess.Process, *, force: bool) -> None:
+    async def end(self, steps: Mapping[str, asyncio.subprocess.Process], *, force: bool) -> None:
         """See `StepRunner.end`."""
+        if not force:
+            for process in steps.values():
+                _signal(process, signal.SIGINT)  # srun hands it to the task and to nothing else
+            return
+        names = {f"sidecar-{node}" for node, process in steps.items() if process.returncode is None}
         done = await run_async(list_steps(self.component_ids), env=self.environ)
-        for row in parse_steps(done.out):
-            if row.name == f"sidecar-{node}":
-                name = "KILL" if force else "TERM"
-                await run_async(signal_step(row.job_id, row.step_id, name), env=self.environ)
-        if force and process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        few = asyncio.Semaphore(AT_ONCE)
+
+        async def kill(row: StepRow) -> None:
+            async with few:
+                await run_async(signal_step(row.job_id, row.step_id, "KILL"), env=self.environ)
+
+        await asyncio.gather(*(kill(row) for row in parse_steps(done.out) if row.name in names))
+        for process in steps.values():
+            _signal(process, signal.SIGKILL)  # of the srun, whose task is dealt with
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)

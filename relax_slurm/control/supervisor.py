@@ -2,7 +2,8 @@
 
 `python -m relax_slurm.control.supervisor --run-dir DIR --backend slurm|local`. It decides nothing about replicas: it
 reports the end of a step to the coordinator, starts the step again when the coordinator says so, keeps the gateway
-alive, and takes everything down when the coordinator is done. A signal (time limit, preemption, scancel) becomes a stop.
+alive, and takes everything down when the coordinator is done. A signal (time limit, preemption, scancel) becomes a
+stop.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,6 @@ from relax_slurm.control import logs
 from relax_slurm.control.allocation import FILE
 from relax_slurm.control.head import failed_outcome
 from relax_slurm.control.local_site import LocalSite
-from relax_slurm.wire.parent import PARENT_VARIABLE, end_with_parent
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.control.slurm_site import Site, SlurmSite
 from relax_slurm.control.steps import StepRunner
@@ -37,12 +38,46 @@ from relax_slurm.errors import RelaxError, StartupFailed
 from relax_slurm.wire.client import ControlClient, RemoteError
 from relax_slurm.wire.keys import credentials
 from relax_slurm.wire.messages import PeerKind
+from relax_slurm.wire.parent import PARENT_VARIABLE, end_with_parent
 
 log = logging.getLogger(__name__)
-COORDINATOR_UP_SECONDS = 30.0
+COORDINATOR_UP_SECONDS = 120.0
+"""Python and its packages may come from a slow shared file system."""
 GATEWAY_RESTARTS = 5
 STEP_RESTARTS = 3
-GRACE_SECONDS = 10.0
+SETTLED_SECONDS = 600.0
+"""A child that lived as long as this is not in a crash loop: its restarts are counted from zero again."""
+RESTART_PAUSE_SECONDS = (0.2, 5.0)
+TELL_SECONDS = 30.0
+STOP_SECONDS = 10.0
+LEAVING_SECONDS = 3.0
+GRACE_SECONDS = 30.0
+"""What a sidecar gets between being asked and being made to end: it ends its engines first."""
+
+
+class Restarts:
+    """How often something may be started again, and how long to wait before."""
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed = allowed
+        self._used = 0
+        self._started = time.monotonic()
+
+    @property
+    def last(self) -> bool:
+        """Whether the present start is the last one, if it ends now."""
+        return self._used >= self._allowed and not self._settled
+
+    @property
+    def _settled(self) -> bool:
+        return time.monotonic() - self._started >= SETTLED_SECONDS
+
+    async def again(self) -> None:
+        """Count one restart, and pause longer before each."""
+        self._used = 1 if self._settled else self._used + 1
+        first, longest = RESTART_PAUSE_SECONDS
+        await asyncio.sleep(min(first * 2 ** (self._used - 1), longest))
+        self._started = time.monotonic()
 
 
 class Supervisor:
@@ -53,41 +88,55 @@ class Supervisor:
         inherited = {name: value for name, value in os.environ.items() if name != PARENT_VARIABLE}
         self._environ = {**inherited, "RELAX_RUN_TAG": run_dir.tag, "PYTHONUNBUFFERED": "1"}
         self._client: ControlClient | None = None
+        self._coordinator: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
         self._steps: dict[str, asyncio.subprocess.Process] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._proctrack = Proctrack.UNKNOWN
 
     async def run(self) -> int:
         """Start everything, wait for the coordinator, take everything down; answers the run's exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            loop.add_signal_handler(number, self._on_signal, number)
         allocation = await self._site.allocate()
         self._proctrack = allocation.proctrack
         self._run_dir.write_json(FILE, allocation.model_dump(mode="json"))
         (self._run_dir.path / "outcome.json").unlink(missing_ok=True)
-        coordinator = await self._child("coordinator", "relax_slurm.control.head")
-        tasks: list[asyncio.Task[None]] = []
+        earlier = (self._run_dir.read("endpoint.json") or {}).get("epoch")
+        coordinator = self._coordinator = await self._child("coordinator", "relax_slurm.control.head")
+        runner = self._site.runner(self._environ, self._sidecar_command())
         try:
-            await self._endpoint(coordinator)
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-                loop.add_signal_handler(number, self._on_signal, number, tasks)
-            runner = self._site.runner(self._environ, self._sidecar_command())
-            tasks.append(asyncio.create_task(self._keep_gateway()))
-            for node in allocation.node_names:
-                tasks.append(asyncio.create_task(self._keep_step(node, runner)))
+            if await self._endpoint(coordinator, earlier):
+                self._spawn(self._keep_gateway())
+                for node in allocation.node_names:
+                    self._spawn(self._keep_step(node, runner))
             code = await coordinator.wait()
-            self._ending.set()
-            await self._take_down(runner)
         finally:
             self._ending.set()
-            for task in tasks:
+            await self._take_down(runner)
+            for task in tuple(self._tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             if coordinator.returncode is None:
                 coordinator.kill()
                 await coordinator.wait()
             if self._client is not None:
                 self._client.close()
         return self._exit_code(code)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run as a task; a fault in it ends the run instead of leaving it without what the task keeps."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            log.error("a task of the supervisor failed", exc_info=fault)
+            if not self._ending.is_set():
+                self._spawn(self._ask_stop(f"supervisor: {type(fault).__name__}: {fault}", failed=True))
 
     # --- children -------------------------------------------------------------------------------------------
 
@@ -103,93 +152,118 @@ class Supervisor:
                 env={**self._environ, PARENT_VARIABLE: str(os.getpid())},
             )
 
-    async def _endpoint(self, coordinator: asyncio.subprocess.Process) -> None:
-        """Wait for the coordinator's addresses; its death ends the wait."""
-        ended = asyncio.create_task(coordinator.wait())
-        before = self._run_dir.path / "endpoint.json"
-        try:
-            async with asyncio.timeout(COORDINATOR_UP_SECONDS):
-                while not before.exists() and not ended.done():
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
-            raise StartupFailed(
-                f"the coordinator wrote no endpoint.json within {COORDINATOR_UP_SECONDS:g} s; "
-                f"see {self._run_dir.logs / 'head_coordinator.log'}"
-            ) from None
-        finally:
-            ended.cancel()
-        endpoint = self._run_dir.read("endpoint.json")
-        if endpoint is not None:
-            self._client = ControlClient(endpoint["control"], credentials(self._run_dir.keys, PeerKind.CLIENT))
+    async def _endpoint(self, coordinator: asyncio.subprocess.Process, earlier: str | None) -> bool:
+        """Wait for this coordinator's addresses, not those of an earlier start; False when it ended instead."""
+        deadline = time.monotonic() + COORDINATOR_UP_SECONDS
+        while coordinator.returncode is None:
+            endpoint = self._run_dir.read("endpoint.json")
+            if endpoint is not None and endpoint.get("epoch") != earlier:
+                keys = credentials(self._run_dir.keys, PeerKind.CLIENT)
+                self._client = ControlClient(endpoint["control"], keys)
+                return True
+            if time.monotonic() > deadline:
+                raise StartupFailed(
+                    f"the coordinator wrote no endpoint.json within {COORDINATOR_UP_SECONDS:g} s; "
+                    f"see {self._run_dir.logs / 'head_coordinator.log'}"
+                )
+            await asyncio.sleep(0.02)
+        return False
 
     def _sidecar_command(self) -> list[str]:
         return [sys.executable, "-m", "sidecars.node", "--run-dir", str(self._run_dir.path)]
 
     async def _keep_gateway(self) -> None:
         """Start the gateway again when it ends, a bounded number of times; forwarding has no state to lose."""
-        for start in range(1 + GATEWAY_RESTARTS):
+        restarts = Restarts(GATEWAY_RESTARTS)
+        while True:
             process = await self._child("gateway", "relax_slurm.control.gateway_process")
             try:
                 code = await process.wait()
             finally:
-                if process.returncode is None:
-                    process.terminate()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(asyncio.shield(process.wait()), GRACE_SECONDS)
-                    if process.returncode is None:
-                        process.kill()
-                        await process.wait()
-            self._run_dir.append_event({"event": "gateway_ended", "code": code, "start": start + 1})
-        await self._ask_stop(f"the gateway ended {1 + GATEWAY_RESTARTS} times")
+                await _end(process)
+            self._run_dir.append_event({"event": "gateway_ended", "code": code, "final": restarts.last})
+            if restarts.last:
+                break
+            await restarts.again()
+        path = self._run_dir.logs / "head_gateway.log"
+        await self._ask_stop(
+            f"the gateway ended {1 + GATEWAY_RESTARTS} times with code {code}; see {path}", failed=True
+        )
 
     async def _keep_step(self, node: str, runner: StepRunner) -> None:
         """Run the node's step; report its end; start it again when the coordinator wants that."""
-        for start in range(1 + STEP_RESTARTS):
-            if node in self._site.absent:
-                code = -1
-            else:
-                process = await runner.start(node, self._run_dir.logs / f"{node}_sidecar.log")
-                self._steps[node] = process
-                code = await process.wait()
-                del self._steps[node]
-            self._run_dir.append_event({"event": "step_over", "node": node, "code": code, "start": start + 1})
+        restarts = Restarts(0 if node in self._site.absent else STEP_RESTARTS)
+        while True:
+            code = await self._step(node, runner)
+            self._run_dir.append_event({"event": "step_over", "node": node, "code": code, "final": restarts.last})
             if self._ending.is_set():
                 return
             proof = step_proof(self._proctrack, node_answered=await self._site.node_answers(node))
-            answer = await self._tell("step_ended", node=node, returncode=code, proof=str(proof))
-            if not answer.get("again") or node in self._site.absent:
+            answer: dict[str, Any] | None = None
+            while answer is None and not self._ending.is_set():
+                # Until it is heard: a coordinator that never learns of it waits for the node for ever.
+                answer = await self._tell(
+                    "step_ended", node=node, returncode=code, proof=str(proof), final=restarts.last
+                )
+            if answer is None or not answer.get("again"):
                 return
+            await restarts.again()
 
-    async def _tell(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Tell the coordinator; an unreachable one is no reason to fall over, its own end will be seen."""
-        if self._client is None:
-            return {}
+    async def _step(self, node: str, runner: StepRunner) -> int:
+        """One life of a node's step; its exit code, -1 when it could not be started."""
+        if node in self._site.absent:
+            return -1
         try:
-            return await self._client.request(kind, timeout_seconds=30.0, **fields)
-        except (RemoteError, RelaxError) as error:
+            process = await runner.start(node, self._run_dir.logs / f"{node}_sidecar.log")
+        except OSError as error:
+            self._run_dir.append_event({"event": "step_failed", "node": node, "reason": str(error)})
+            log.error("the step of node %s cannot be started: %s", node, error)
+            return -1
+        self._steps[node] = process
+        try:
+            return await process.wait()
+        finally:
+            del self._steps[node]
+
+    # --- the coordinator ------------------------------------------------------------------------------------
+
+    async def _tell(self, kind: str, seconds: float = TELL_SECONDS, **fields: Any) -> dict[str, Any] | None:
+        """Tell the coordinator; None when it does not answer, which is no reason to fall over: its end will be seen."""
+        if self._client is None:
+            return None
+        try:
+            return await self._client.request(kind, timeout_seconds=seconds, **fields)
+        except RemoteError as error:
             log.warning("%s: %s", kind, error)
-            return {}
+            return {}  # it has heard
+        except RelaxError as error:
+            log.warning("%s: %s", kind, error)
+            return None
 
-    async def _ask_stop(self, reason: str) -> None:
-        await self._tell("stop", reason=reason)
+    async def _ask_stop(self, reason: str, *, failed: bool = False) -> None:
+        """Ask for the end of the run, with signals where no message arrives: a coordinator that hangs is ended."""
+        answer = await self._tell("stop", STOP_SECONDS, reason=reason, failed=failed)
+        if answer is None and self._coordinator is not None:
+            await _end(self._coordinator, GRACE_SECONDS)
 
-    def _on_signal(self, number: int, tasks: list[asyncio.Task[None]]) -> None:
+    def _on_signal(self, number: int) -> None:
         """Slurm's warning, scancel, or the user: an orderly stop. Again = the same stop."""
         name = signal.Signals(number).name
         self._run_dir.append_event({"event": "signal", "signal": name})
-        tasks.append(asyncio.create_task(self._ask_stop(f"signal {name}")))
+        if self._coordinator is None:
+            raise SystemExit(128 + number)  # nothing runs yet, so there is nothing to end in order
+        self._spawn(self._ask_stop(f"signal {name}"))
 
     async def _take_down(self, runner: StepRunner) -> None:
-        """End what still runs: first asked, then made to."""
-        for force in (False, True):
+        """End what still runs: some were sent home and leave by themselves, others are asked, then made to."""
+        for force, seconds in ((None, LEAVING_SECONDS), (False, GRACE_SECONDS), (True, GRACE_SECONDS)):
             left = dict(self._steps)
             if not left:
                 return
-            async with asyncio.TaskGroup() as group:
-                for node, process in left.items():
-                    group.create_task(runner.end(node, process, force=force))
+            if force is not None:
+                await runner.end(left, force=force)
             waits = [asyncio.create_task(process.wait()) for process in left.values()]
-            await asyncio.wait(waits, timeout=GRACE_SECONDS)
+            await asyncio.wait(waits, timeout=seconds)
             for wait in waits:
                 wait.cancel()
 
@@ -205,6 +279,17 @@ class Supervisor:
         return int(outcome["exit_code"])
 
 
+async def _end(process: asyncio.subprocess.Process, seconds: float = 10.0) -> None:
+    """End a child of ours that is still there: asked first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+            waiting = asyncio.create_task(process.wait())
+            await asyncio.wait({waiting}, timeout=seconds)
+            waiting.cancel()
+
+
 async def supervise(run_dir: RunDir, backend: Backend) -> int:
     """Read the attempt's files and run it."""
     config = from_resolved((run_dir.path / "config.json").read_text())
@@ -213,6 +298,13 @@ async def supervise(run_dir: RunDir, backend: Backend) -> int:
         LocalSite(run_dir, config, plan) if backend is Backend.LOCAL else SlurmSite(run_dir, config, plan, os.environ)
     )
     return await Supervisor(run_dir, config, plan, site).run()
+
+
+def attempt_of(run_dir: RunDir, environ: dict[str, str]) -> RunDir:
+    """Where this start belongs: a job that Slurm started again gets a new attempt, unless the first never ran."""
+    restarted = environ.get("SLURM_RESTART_COUNT", "0")
+    again = restarted.isdigit() and int(restarted) > 0 and (run_dir.path / FILE).exists()
+    return run_dir.next_attempt() if again else run_dir
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -225,8 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.to_stderr("supervisor")
     end_with_parent()
     try:
-        if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0:
-            run_dir = run_dir.next_attempt()
+        run_dir = attempt_of(run_dir, dict(os.environ))
         return asyncio.run(supervise(run_dir, Backend(arguments.backend)))
     except (RelaxError, OSError, ValueError) as error:
         failure = error if isinstance(error, RelaxError) else StartupFailed(f"supervisor: {error}")

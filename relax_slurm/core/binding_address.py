@@ -22,6 +22,10 @@ def _usable(address: str) -> bool:
     return not (value.is_loopback or value.is_unspecified or value.is_link_local or value.is_multicast)
 
 
+def _is_loopback(address: str | None) -> bool:
+    return address is not None and ip_address(address).is_loopback
+
+
 def _reported(report: NodeReport) -> tuple[InterfaceAddress, ...]:
     """The node's addresses; the one towards the head may be an alias missing from the interface list."""
     known = {entry.address for entry in report.addresses}
@@ -80,8 +84,10 @@ def choose_addresses(
     )
     chosen: dict[str, str] = {}
     problems: list[Problem] = []
+    # A head that its nodes reach over loopback listens there only: nobody outside this machine is served anyway.
+    inside = one_host and interface is None and all(_is_loopback(report.towards_head) for report in reports.values())
     for name, report in reports.items():
-        if local:
+        if local or inside:
             chosen[name] = "127.0.0.1"
             continue
         found = [entry for entry in _reported(report) if _usable(entry.address) and entry.address not in shared]

@@ -283,6 +283,9 @@ TABLE: tuple[Row, ...] = (
     Row(S.STARTING, E.WEIGHTS_VALID, _openable, S.STARTING, _open),
     Row(S.STARTING, E.WORKER_HEARD, _openable, S.STARTING, _open),
     Row(S.STARTING, E.ADMISSION_OPENED, _complete, S.READY, _nothing),
+    # Opened while a worker was silent or the weights in doubt: the last thing that was missing decides.
+    Row(S.STARTING, E.WORKER_HEARD, _complete, S.READY, _nothing),
+    Row(S.STARTING, E.WEIGHTS_VALID, _complete, S.READY, _nothing),
     Row(S.STARTING, E.WORKER_UNHEALTHY, _always, S.FAILED, _close),
     Row(S.STARTING, E.WORKER_EXITED, _always, S.FAILED, _close),
     Row(S.STARTING, E.FAIL, _always, S.FAILED, _close),
@@ -305,6 +308,8 @@ TABLE: tuple[Row, ...] = (
     Row(S.ONLOADING, E.WEIGHTS_VALID, _openable, S.ONLOADING, _open),
     Row(S.ONLOADING, E.WORKER_HEARD, _openable, S.ONLOADING, _open),
     Row(S.ONLOADING, E.ADMISSION_OPENED, _complete, S.READY, _nothing),
+    Row(S.ONLOADING, E.WORKER_HEARD, _complete, S.READY, _nothing),
+    Row(S.ONLOADING, E.WEIGHTS_VALID, _complete, S.READY, _nothing),
     Row(S.ONLOADING, E.WORKER_UNHEALTHY, _always, S.FAILED, _close),
     Row(S.ONLOADING, E.WORKER_EXITED, _always, S.FAILED, _close),
     Row(S.ONLOADING, E.FAIL, _always, S.FAILED, _close),

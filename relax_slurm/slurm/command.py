@@ -92,7 +92,9 @@ async def run_async(argv: Sequence[str], *, seconds: float = SECONDS, env: Mappi
         except OSError as error:
             return _not_run(words, error)
         try:
-            await asyncio.wait_for(child.wait(), seconds)
+            # wait_for of Python 3.11 swallows a cancellation that arrives together with the command's end.
+            async with asyncio.timeout(seconds):
+                await child.wait()
         except TimeoutError:
             _kill_group(child.pid)
             await child.wait()

@@ -16,6 +16,8 @@ from relax_slurm.wire.codec import MAGIC, MAX_FRAME_BYTES, Garbage, from_frames,
 from relax_slurm.wire.keys import Credentials
 from relax_slurm.wire.messages import Reply, parse_reply
 
+AGAIN_SECONDS = 0.05
+
 
 class RemoteError(RelaxError):
     """The coordinator answered with an error; `remote_code` is its name for it."""
@@ -77,6 +79,8 @@ class ControlClient:
                 )
             reply = await self._ask_once(body, min(left, self._attempt_seconds))
             if reply is None:
+                # Not every failure takes time, and a wrong answer at once must not become a busy loop.
+                await asyncio.sleep(min(AGAIN_SECONDS, left))
                 continue
             if reply.ok:
                 return reply.result
@@ -113,7 +117,8 @@ class ControlClient:
 
     def close(self) -> None:
         """Drop every socket."""
-        self._idle.clear()
+        while self._idle:
+            self._idle.pop().close(linger=0)
         self._context.destroy(linger=0)
 
     async def __aenter__(self) -> ControlClient:
@@ -131,11 +136,16 @@ class SidecarLink:
         self._socket = self._context.socket(zmq.DEALER)
         curve_client(self._socket, credentials)
         self._socket.sndhwm = self._socket.rcvhwm = 1024
+        # Nothing is queued for a coordinator that is away: what is said then is stale when it comes back.
+        self._socket.immediate = True
         self._socket.connect(address)
         self.garbage = 0
 
     async def send(self, body: dict[str, Any]) -> bool:
-        """Queue one body; False when the bounded queue is full (the next beat carries the state again)."""
+        """Send one body; False when the coordinator is not connected or does not keep up.
+
+        Nothing is lost by that: beats carry the whole state and a command that got no result comes again.
+        """
         try:
             await self._socket.send_multipart(to_frames(body), flags=zmq.DONTWAIT)
         except zmq.ZMQError:
@@ -151,6 +161,6 @@ class SidecarLink:
             except Garbage:
                 self.garbage += 1
 
-    def close(self) -> None:
-        """Drop the socket."""
-        self._context.destroy(linger=0)
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Drop the socket; what was sent gets `linger_seconds` (in which this blocks) to leave."""
+        self._context.destroy(linger=int(linger_seconds * 1000))

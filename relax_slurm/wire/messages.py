@@ -5,8 +5,9 @@ Unknown fields are ignored so that a newer peer can talk to an older one; missin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -74,6 +75,8 @@ class WorkerStatus(_Message):
 
     worker_id: Name
     state: str
+    generation: int | None = None
+    """Generation of the replica that the worker was started for; what is said of another one is too late."""
     admission_open: bool = False
     in_flight: int = 0
     pid: int | None = None
@@ -152,6 +155,8 @@ class StepEnded(_Message):
     node: Name
     returncode: int
     proof: Name
+    final: bool = False
+    """It will not be started again, whatever the answer."""
 
 
 class Stop(_Message):
@@ -160,6 +165,8 @@ class Stop(_Message):
     kind: Literal["stop"]
     id: OpId
     reason: str = ""
+    failed: bool = False
+    """Something that the run needs cannot be had: it ends as FAILED instead of STOPPED."""
 
 
 class GatewayUp(_Message):
@@ -254,7 +261,7 @@ class Heartbeat(_Message):
 
 FromDiscovery = Update | Heartbeat
 
-_TO_COORDINATOR: dict[str, type[_Message]] = {
+_TO_COORDINATOR: dict[str, type[FromSidecar | Request]] = {
     "hello": Hello,
     "beat": Beat,
     "event": Event,
@@ -266,13 +273,13 @@ _TO_COORDINATOR: dict[str, type[_Message]] = {
     "gateway_up": GatewayUp,
     "ping": Ping,
 }
-_TO_SIDECAR: dict[str, type[_Message]] = {
+_TO_SIDECAR: dict[str, type[ToSidecar]] = {
     "welcome": Welcome,
     "beat_ack": BeatAck,
     "command": Command,
     "refused": Refused,
 }
-_ON_DISCOVERY: dict[str, type[_Message]] = {"update": Update, "heartbeat": Heartbeat}
+_ON_DISCOVERY: dict[str, type[FromDiscovery]] = {"update": Update, "heartbeat": Heartbeat}
 
 SENDERS: dict[PeerKind, frozenset[str]] = {
     PeerKind.SIDECAR: frozenset({"hello", "beat", "event", "result"}),
@@ -300,9 +307,10 @@ class Forbidden(ProtocolError):
     code = "forbidden"
 
 
+M = TypeVar("M", bound=_Message)
 
 
-def _parse(table: dict[str, type[_Message]], body: dict[str, Any]) -> _Message:
+def _parse(table: Mapping[str, type[M]], body: dict[str, Any]) -> M:
     kind = body.get("kind")
     model = table.get(kind) if isinstance(kind, str) else None
     if model is None:
@@ -320,19 +328,19 @@ def parse_for_coordinator(body: dict[str, Any], peer: PeerKind) -> FromSidecar |
     message = _parse(_TO_COORDINATOR, body)
     if body["kind"] not in SENDERS[peer]:
         raise Forbidden(f"a {peer} may not send {body['kind']!r}")
-    return message  # type: ignore[return-value]  # the table above holds exactly this union
+    return message
 
 
 def parse_for_sidecar(body: dict[str, Any]) -> ToSidecar:
     """A message from the coordinator to a sidecar."""
-    return _parse(_TO_SIDECAR, body)  # type: ignore[return-value]  # as above
+    return _parse(_TO_SIDECAR, body)
 
 
 def parse_discovery(body: dict[str, Any]) -> FromDiscovery:
     """A message on the discovery socket."""
-    return _parse(_ON_DISCOVERY, body)  # type: ignore[return-value]  # as above
+    return _parse(_ON_DISCOVERY, body)
 
 
 def parse_reply(body: dict[str, Any]) -> Reply:
     """The answer to a request."""
-    return _parse({"reply": Reply}, body)  # type: ignore[return-value]  # as above
+    return _parse({"reply": Reply}, body)

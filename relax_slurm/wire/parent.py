@@ -11,7 +11,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask for `number` when the parent ends. Exits at once when it has already ended. Nothing without a parent named."""
+    """Ask for `number` when the parent ends; exit at once when it has ended already. Without a named parent nothing."""
     wanted = os.environ.get(PARENT_VARIABLE)
     if wanted is None:
         return

@@ -1,7 +1,8 @@
-"""The coordinator's two sockets: ROUTER for control, XPUB for discovery, both CURVE servers with an allow-list of keys."""
+"""The coordinator's two sockets: ROUTER for control, XPUB for discovery, both CURVE servers with a list of keys."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ class WireCounters:
     garbage: int = 0
     denied: int = 0
     undeliverable: int = 0
+    faults: int = 0
+    """Well-formed messages that a fault of ours kept from being handled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +120,19 @@ class ControlServer:
         await self._discovery.send_multipart(to_topic_frames(topic, body))
 
     def close(self) -> None:
-        """Close both sockets; pending messages are dropped."""
+        """Close both sockets; pending messages are dropped. The last thing that happens in an event loop."""
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger=0)
+
+    async def aclose(self) -> None:
+        """`close`, for a loop that goes on: another server in it must not get a descriptor that is still watched."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+            for _ in range(3):  # the cancelled task, its poll, and the callback that lets go of the descriptor
+                await asyncio.sleep(0)
+        self.close()
 
 
 def _bind_first(socket: zmq.asyncio.Socket, host: str, ports: Iterable[int]) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import zmq
@@ -17,15 +18,17 @@ import zmq.asyncio
 
 from relax_slurm.core.discovery import from_json
 from relax_slurm.core.plan import Role
-from relax_slurm.core.snapshot import DiscoveryInvalid, RoleSnapshot
+from relax_slurm.core.snapshot import RoleSnapshot
 from relax_slurm.core.subscription import Action, SubscriberState
 from relax_slurm.core.update import update_from_json
-from relax_slurm.errors import ProtocolError, Unavailable
-from relax_slurm.wire.client import ControlClient, RemoteError, curve_client
+from relax_slurm.errors import RelaxError
+from relax_slurm.wire.client import ControlClient, curve_client
 from relax_slurm.wire.codec import from_topic_frames
 from relax_slurm.wire.keys import Credentials
 from relax_slurm.wire.messages import Heartbeat, parse_discovery
 from relax_slurm.wire.server import DISCOVERY_HIGH_WATER
+
+log = logging.getLogger(__name__)
 
 
 class DiscoverySubscriber:
@@ -91,17 +94,23 @@ class DiscoverySubscriber:
         self._client.close()
         self._context.destroy(linger=0)
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            # The views age towards their bound, so nobody routes by what is not followed any more.
+            log.error("discovery is not followed any more: a fault of relax-slurm", exc_info=fault)
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             frames = await socket.recv_multipart()
             try:
                 self._take(from_topic_frames(frames)[1])
-            except (ProtocolError, DiscoveryInvalid):
+            except RelaxError:
                 self.garbage += 1
 
     def _take(self, body: dict[str, Any]) -> None:
@@ -130,12 +139,11 @@ class DiscoverySubscriber:
             self._spawn(self._ask(state))
 
     async def _ask(self, state: SubscriberState) -> None:
-        try:
-            # A failed question is asked again by `_tick`; until then the view ages towards its bound.
-            with contextlib.suppress(Unavailable, RemoteError, DiscoveryInvalid):
-                answer = await self._client.request("get_snapshot", role=str(state.role), timeout_seconds=4.0)
-                snapshot = from_json(answer.get("snapshot"))
-                self._asking.discard(state.role)
-                self._do(state, state.on_snapshot(snapshot, time.monotonic()))
-        finally:
-            self._asking.discard(state.role)
+        snapshot: RoleSnapshot | None = None
+        # A failed question is asked again by `_tick`; until then the view ages towards its bound.
+        with contextlib.suppress(RelaxError):
+            answer = await self._client.request("get_snapshot", role=str(state.role), timeout_seconds=4.0)
+            snapshot = from_json(answer.get("snapshot"))
+        self._asking.discard(state.role)  # before the snapshot is taken, because that may ask again
+        if snapshot is not None:
+            self._do(state, state.on_snapshot(snapshot, time.monotonic()))

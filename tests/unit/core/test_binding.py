@@ -594,6 +594,14 @@ def test_one_machine_with_a_real_address_still_advertises_it() -> None:
     assert bind(plan, replace(facts, head=head), reports).nodes[0].address == "10.0.0.1"
 
 
+def test_one_machine_whose_head_listens_on_loopback_is_served_over_loopback() -> None:
+    plan = make_plan(ONE)
+    facts, reports = cluster(plan)
+    head = HeadFacts("n0", "boot-n0", "4026531833", reports["n0"].addresses)
+    reports["n0"] = reports["n0"].model_copy(update={"towards_head": "127.0.0.1"})
+    assert bind(plan, replace(facts, head=head), reports).nodes[0].address == "127.0.0.1"
+
+
 # --- properties ------------------------------------------------------------------------------------------------------
 
 WANTS = st.builds(

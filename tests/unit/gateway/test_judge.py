@@ -10,7 +10,7 @@ import pytest
 
 from relax_slurm.core.discovery import ReplicaState
 from relax_slurm.core.plan import Role
-from relax_slurm.gateway.judge import SAMPLING_TO_CHAT, chat_body, judge_answer
+from relax_slurm.gateway.judge import SAMPLING_TO_CHAT, chat_answer, chat_body, read_question
 from tests.unit.gateway.stage import SERVED, Stage, answers, complete, run, view
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "grade é"}]}
@@ -31,6 +31,7 @@ def test_messages_become_a_chat_and_the_text_comes_back() -> None:
             "model": SERVED,
             "messages": ASK["messages"],
             "stream": False,
+            "separate_reasoning": False,
             "max_tokens": 8,
             "temperature": 0,
             "stop": ["\n"],
@@ -52,6 +53,7 @@ def test_messages_become_a_chat_and_the_text_comes_back() -> None:
         {"messages": "grade"},
         {"messages": ["grade"]},
         {"messages": [{"content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {**ASK, "sampling_params": []},
         {**ASK, "sampling_params": {"n": 2}},
         {**ASK, "sampling_params": {"spaces_between_special_tokens": False}},
@@ -123,9 +125,13 @@ def test_a_compressed_answer_is_not_guessed_at() -> None:
 
 def test_every_sampling_parameter_has_its_place() -> None:
     body = json.dumps({**ASK, "sampling_params": dict.fromkeys(SAMPLING_TO_CHAT, 1)}).encode()
-    chat = json.loads(chat_body(body, "m"))
+    chat = json.loads(chat_body(read_question(body), "m"))
     assert set(SAMPLING_TO_CHAT.values()) <= set(chat)
 
 
+def test_without_a_length_both_ways_end_alike() -> None:
+    assert json.loads(chat_body(read_question(json.dumps(ASK).encode()), "m"))["max_tokens"] == 128
+
+
 def test_no_content_is_an_empty_response() -> None:
-    assert judge_answer(b'{"choices":[{"message":{"content":null}}]}', "e") == b'{"response":""}'
+    assert chat_answer(b'{"choices":[{"message":{"content":null}}]}', "e") == b'{"response":""}'

@@ -89,8 +89,11 @@ def test_lengths_and_stops() -> None:
     assert tokenizer.decode(cut.output[: cut.visible]) == text[: text.index(stop)]
     kept = made.run(prompt, Sampling(100, stop=(stop,), ignore_eos=True, no_stop_trim=True), WEIGHTS)
     assert tokenizer.decode(kept.output[: kept.visible]).endswith(stop)
-    by_id = made.run(prompt, Sampling(100, stop_token_ids=frozenset({full.output[4]}), ignore_eos=True), WEIGHTS)
-    assert by_id.finish["matched"] == full.output[4]
+    free = made.run(prompt, Sampling(None), WEIGHTS)
+    by_id = made.run(prompt, Sampling(None, stop_token_ids=frozenset({free.output[4]})), WEIGHTS)
+    assert by_id.finish["matched"] == free.output[4]
+    ignored = made.run(prompt, Sampling(100, stop_token_ids=frozenset({full.output[4]}), ignore_eos=True), WEIGHTS)
+    assert ignored.finish == full.finish, "ignore_eos ignores every token that stops"
     assert made.run(prompt, Sampling(0), WEIGHTS).output == ()
     ended = made.run(prompt, Sampling(None), WEIGHTS)
     assert ended.finish == {"type": "stop", "matched": tokenizer.EOS}

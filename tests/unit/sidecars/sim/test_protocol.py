@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sidecars.sim import openai
 from sidecars.sim.access import allowed
-from sidecars.sim.protocol import Deadly, Invalid, Limits, parse_generate
+from sidecars.sim.protocol import Broken, Deadly, Invalid, Limits, parse_generate
 
 LIMITS = Limits(vocab_size=512, context_length=100)
 
@@ -55,23 +55,21 @@ def test_no_start_means_no_input_log_probs() -> None:
     ("body", "validation"),
     [
         ({}, False),
-        ({"text": "a", "input_ids": [1]}, False),
         ({"input_ids": []}, False),
         ({"text": 5}, True),
         ({"input_ids": ["a"]}, True),
         ({"text": "a", "stream": "yes"}, True),
-        ({"text": "a", "sampling_params": []}, True),
-        ({"text": "a", "sampling_params": {"temperature": "hot"}}, True),
+        ({"text": "a", "sampling_params": 3}, True),
         ({"text": "a", "sampling_params": {"temperature": -1}}, False),
         ({"text": "a", "sampling_params": {"top_p": 0}}, False),
         ({"text": "a", "sampling_params": {"top_k": 0}}, False),
         ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, False),
         ({"text": "a", "sampling_params": {"max_new_tokens": 100}}, False),
         ({"text": "a" * 100}, False),
-        ({"text": "a", "sampling_params": {"n": 0}}, False),
         ({"text": ["a", "b"], "rid": ["x"]}, False),
         ({"text": ["a", "b"], "rid": ["x", "x"]}, False),
-        ({"text": "a", "rid": 7}, False),
+        ({"text": "a", "rid": 7}, True),
+        ({"input_ids": [1], "return_logprob": True, "token_ids_logprob": [512]}, False),
         ({"text": "a", "return_logprob": True, "logprob_start_len": 2}, False),
         ({"text": ["a", "b"], "sampling_params": [{}]}, False),
     ],
@@ -91,13 +89,35 @@ def test_refusals(body: dict[str, Any], validation: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    "params",
+    [{"no_such": 1}, {"temperature": "hot"}, {"n": "two"}, {"stop": 3}, {"stop": ["a", 3]}, {"ignore_eos": 1}],
+)
+def test_the_schema_of_sampling_parameters_has_a_shape_of_its_own(params: dict[str, Any]) -> None:
+    with pytest.raises(Invalid) as caught:
+        parse(text="a", sampling_params=params)
+    assert caught.value.native_body() == {"error": caught.value.message}
+    assert caught.value.validation
+
+
+def test_oddities_that_are_accepted() -> None:
+    (item,) = parse(text="a", input_ids=[1], sampling_params={"n": 0}).sequences
+    assert item.prompt == (1,), "token ids win over a text"
+    assert parse(text=[]).sequences == ()
+    with pytest.raises(Broken):
+        parse(text="a", sampling_params=[{}])
+
+
+@pytest.mark.parametrize(
     "body",
     [
+        {"text": ""},
+        {"text": ["a", ""]},
+        {"text": "a", "input_ids": []},
+        {"input_ids": [[1], []]},
         {"input_ids": [1, 512]},
         {"input_ids": [-1]},
         {"input_ids": [1], "return_logprob": True, "logprob_start_len": -2},
         {"input_ids": [1], "return_logprob": True, "top_logprobs_num": 513},
-        {"input_ids": [1], "return_logprob": True, "token_ids_logprob": [512]},
     ],
 )
 def test_deadly(body: dict[str, Any]) -> None:
@@ -123,19 +143,32 @@ def test_any_json_is_answered(body: Any) -> None:
     """A body is served, refused, or deadly in the known ways; it never surprises the parser."""
     for one in (
         lambda: parse_generate(body, LIMITS, "fresh"),
-        lambda: openai.parse(body, LIMITS, "fresh", "m", chat=True),
-        lambda: openai.parse(body, LIMITS, "fresh", "m", chat=False),
+        lambda: openai.parse(body, LIMITS, "fresh", chat=True),
+        lambda: openai.parse(body, LIMITS, "fresh", chat=False),
     ):
-        with contextlib.suppress(Invalid, Deadly):
+        with contextlib.suppress(Invalid, Deadly, Broken):
             one()
 
 
 def test_chat_content_may_come_in_parts() -> None:
     parts = [{"type": "text", "text": "2+"}, {"type": "image_url"}, {"type": "text", "text": "3"}]
     body = {"messages": [{"role": "system", "content": None}, {"role": "user", "content": parts}]}
-    request = openai.parse(body, LIMITS, "fresh", "served", chat=True)
+    request = openai.parse(body, LIMITS, "fresh", chat=True)
     assert bytes(request.items[0].prompt) == b"system: \n\nuser: 2+\n3\n\nassistant:"
-    assert request.model == "served"
+    assert request.model == openai.DEFAULT_MODEL
+
+
+@pytest.mark.parametrize(
+    ("body", "chat"),
+    [
+        ({"prompt": [1, 512]}, False),
+        ({"prompt": "a", "logprobs": 513}, False),
+        ({"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 513}, True),
+    ],
+)
+def test_deadly_on_the_openai_routes(body: dict[str, Any], chat: bool) -> None:
+    with pytest.raises(Deadly):
+        openai.parse(body, LIMITS, "fresh", chat=chat)
 
 
 @pytest.mark.parametrize(

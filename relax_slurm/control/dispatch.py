@@ -1,0 +1,111 @@
+"""Carries out what replicas ask for: each command is a task that ends in one event for the replica it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from relax_slurm.config.models import RunConfig
+from relax_slurm.control.links import CommandFailed, NodeGone, NodeLinks
+from relax_slurm.control.replica_commands import METHODS, arguments, failure, success, timeout_seconds
+from relax_slurm.control.worker_args import worker_args
+from relax_slurm.core.binding import BoundPlan, WorkerBinding
+from relax_slurm.core.plan import ModelPlan, ReplicaPlan
+from relax_slurm.core.replica import Replica
+from relax_slurm.core.replica_events import Command, CommandKind, Event, EventKind
+from relax_slurm.errors import RecoveryRequired
+
+
+@dataclass(slots=True)
+class Slot:
+    """One replica of the plan, across its rebuilds."""
+
+    plan: ReplicaPlan
+    replica: Replica
+    bindings: tuple[WorkerBinding, ...]
+    restarts: deque[float] = field(default_factory=deque)
+    given_up: str = ""
+    """Why it is not built again."""
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Commands of this replica in flight."""
+    stopped_at: float = 0.0
+    """When it was last told to stop."""
+
+
+class Dispatch:
+    """The commands of one model's replicas."""
+
+    def __init__(
+        self,
+        model: ModelPlan,
+        bound: BoundPlan,
+        config: RunConfig,
+        links: NodeLinks,
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        new_id: Callable[[], str],
+        feed: Callable[[str, Event], None],
+        ended: Callable[[], None],
+        run_tag: str,
+        memory_saver: bool,
+    ) -> None:
+        self.bound = bound
+        self.in_flight = 0
+        """Commands without an outcome, of all replicas."""
+        self._model, self._config, self._links = model, config, links
+        self._spawn, self._new_id, self._feed, self._ended = spawn, new_id, feed, ended
+        self._run_tag, self._memory_saver = run_tag, memory_saver
+
+    def send(self, slot: Slot, command: Command) -> None:
+        """Begin to carry out a command."""
+        task = self._spawn(self._carry_out(slot, slot.replica, command))
+        slot.tasks.add(task)
+        self.in_flight += 1
+
+        def done(task: asyncio.Task[None]) -> None:
+            slot.tasks.discard(task)
+            self.in_flight -= 1
+            self._ended()
+
+        task.add_done_callback(done)
+
+    def withdraw(self, slot: Slot) -> None:
+        """Commands of before must neither be sent again nor have a say any more."""
+        for task in slot.tasks - {asyncio.current_task()}:  # the one whose result led here is about to end
+            task.cancel()
+
+    async def _carry_out(self, slot: Slot, replica: Replica, command: Command) -> None:
+        rank = command.worker or 0
+        try:
+            value = await self._links.command(
+                slot.bindings[rank].node_name,
+                METHODS[command.kind],
+                self._args(slot, replica, command, rank),
+                operation_id=self._new_id(),
+                timeout_seconds=timeout_seconds(command.kind, self._config),
+            )
+            event = success(command, rank, value)
+        except CommandFailed as error:
+            event = failure(rank, error)
+        except (NodeGone, RecoveryRequired) as error:
+            event = Event(EventKind.FAIL, reason=error.message)
+        if slot.replica is replica:  # a rebuilt replica is not told about its predecessor
+            self._feed(replica.engine_id, event)
+
+    def _args(self, slot: Slot, replica: Replica, command: Command, rank: int) -> dict[str, Any]:
+        args = arguments(command, f"{replica.engine_id}#{rank}", replica.generation, self._config)
+        if command.kind is CommandKind.START_WORKER:
+            args |= worker_args(
+                self._model,
+                slot.plan,
+                rank,
+                self.bound,
+                self._config,
+                run_tag=self._run_tag,
+                memory_saver=self._memory_saver,
+                generation=replica.generation,
+            )
+        return args

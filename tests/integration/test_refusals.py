@@ -1,0 +1,98 @@
+"""Launches that do not succeed: one clear sentence, the right exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.harness.launch import Site, command_line
+from tests.harness.sites import FAKE, LOCAL, SLURM, NewRun, small
+
+REFUSED = {
+    "an unknown key": ({"slurm": {"partitoin": "x"}}, 2, "partition"),
+    "a budget that does not divide": (
+        {"roles": {"rollout": {"models": {"policy": {"gpus": 3, "gpus_per_engine": 2}}}}},
+        3,
+        "3",
+    ),
+    "a word that cuts the script": ({"slurm": {"comment": "my-hetjob"}}, 2, "hetjob"),
+    "a port above the last": ({"ports": {"first": 65530, "last": 65535}}, 3, "65535"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("site", [LOCAL], indirect=True)
+def test_what_cannot_work_is_refused_in_one_sentence_before_anything_is_written(
+    new: NewRun, site: Site, case: str
+) -> None:
+    changes, code, word = REFUSED[case]
+    run = new(small(**changes))
+    done = run.launch("--json")
+    assert done.rc == code, done.said
+    assert done.json["exit_code"] == code
+    said = [line for line in done.err.splitlines() if line.strip()]
+    assert len(said) == 1, done.err
+    assert said[0].startswith("error: ")
+    assert word in said[0]
+    assert not run.exists
+
+
+@pytest.mark.parametrize("site", [FAKE, SLURM], indirect=True)
+def test_a_job_that_slurm_does_not_take_is_exit_4(new: NewRun, site: Site) -> None:
+    run = new(small(pools={"actor": {"gpus_per_node": 9}}, training={"gpus": 18}))
+    done = run.launch("--json")
+    assert done.rc == 4, done.said
+    assert done.json["error"]["code"] == "submission_refused"
+    assert "gpus_per_node" in done.err, "says what to change"
+    assert site.jobs() == []
+    run.nothing_left()
+    assert run.launch("--dry-run").rc == 0, "a refused attempt does not stand in the way of the next"
+
+
+@pytest.mark.parametrize("site", [LOCAL], indirect=True)
+def test_a_runs_root_that_cannot_be_written_is_one_clear_sentence(new: NewRun, site: Site, tmp_path: Path) -> None:
+    if os.getuid() == 0:
+        broken = Path("/proc/self/relax")  # root may write everywhere else
+    else:
+        broken = tmp_path / "closed"
+        broken.mkdir()
+        broken.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    run = new(small())
+    done = command_line(site, "launch", str(run.config), "--backend", "local", "--json", RELAX_RUNS_ROOT=str(broken))
+    assert done.rc == 2, done.said
+    assert "Traceback" not in done.err
+    assert str(broken) in done.err
+    assert done.json["error"]["code"] == "config"
+
+
+FAIL_START = [{"kind": "fail_start", "value": 3, "worker": "judge/replica-0#0"}]
+HANG_START = [{"kind": "hang_start", "worker": "judge/replica-0#0"}]
+
+
+def test_an_engine_that_ends_at_its_start_fails_the_launch_with_its_last_words(new: NewRun) -> None:
+    run = new(small(engine={"sim": {"faults": FAIL_START}}))
+    done = run.launch("--json")
+    assert done.rc == 6, done.said + run.logs()
+    message = done.json["error"]["message"]
+    assert "judge/replica-0" in message
+    assert "exit code 3" in message
+    (log,) = [path for path in run.run_dir.logs.glob("*.log") if "judge" in path.name]
+    last = log.read_text().splitlines()[-1]
+    assert last.split("] ")[-1][:60] in message, (last, message)
+    assert "Traceback" not in done.err
+    run.nothing_left()
+    assert run.outcome()["exit_code"] == 6
+
+
+@pytest.mark.parametrize("site", [LOCAL, SLURM], indirect=True)
+def test_an_engine_that_never_gets_healthy_fails_the_launch_in_time(new: NewRun) -> None:
+    run = new(small(engine={"startup_seconds": 2, "sim": {"faults": HANG_START}}))
+    done = run.launch("--json")
+    assert done.rc == 6, done.said + run.logs()
+    message = done.json["error"]["message"]
+    assert "judge/replica-0" in message
+    assert "2 s" in message, message
+    run.nothing_left()

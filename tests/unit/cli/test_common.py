@@ -1,0 +1,117 @@
+"""What all verbs share: errors on two streams, where runs and jobs are found, a run seen from outside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_slurm.cli import common
+from relax_slurm.control import backends
+from relax_slurm.errors import BindingMismatch, ConfigError, Unavailable
+from relax_slurm.slurm import submit
+from relax_slurm.slurm.command import Done
+from relax_slurm.slurm.job import JobRef, JobState
+from tests.unit.cli.stage import FakeBackend, prepared, state_of
+
+ROW = {"node": "n1", "gpu": "3", "source": "SLURM_STEP_GPUS", "seen": "0,1", "wanted": "0,1,2", "problem": "too few"}
+
+
+def test_an_error_is_one_sentence_and_a_document(capsys: pytest.CaptureFixture[str]) -> None:
+    common.say_error(ConfigError("x:y: seen 1, wanted 2; correct it"), as_json=False)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "error: x:y: seen 1, wanted 2; correct it\n")
+    common.say_error(BindingMismatch("refused", rows=[ROW] * 20), as_json=True)
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["exit_code"] == 5
+    assert len(document["error"]["detail"]["rows"]) == 20
+    assert "SLURM_STEP_GPUS" in err
+    assert "and 12 more rows" in err
+
+
+def test_tables_are_aligned_and_bounded() -> None:
+    text = common.table([{"a": "1", "b": "long value"}, {"a": "22"}], ("a", "b"))
+    assert text == "  a   b\n  1   long value\n  22"
+
+
+def test_which_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = prepared(tmp_path / "root", tmp_path)
+    parser = argparse.ArgumentParser()
+    common.add_run_argument(parser)
+    monkeypatch.setenv("RELAX_RUNS_ROOT", str(tmp_path / "root"))
+    assert common.the_run(parser.parse_args([])) == run_dir
+    assert common.the_run(parser.parse_args(["demo"])) == run_dir
+    monkeypatch.setenv("RELAX_RUNS_ROOT", "/nowhere")
+    assert common.the_run(parser.parse_args(["--runs-root", str(tmp_path / "root")])) == run_dir
+    with pytest.raises(ConfigError):
+        common.the_run(parser.parse_args([]))
+
+
+def test_the_job_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    assert common.job_of(prepared(root, tmp_path)) == ("slurm", JobRef("7"))
+    assert common.job_of(prepared(root, tmp_path, {})) is None
+    asked: list[str] = []
+
+    def search(tag: str, **_: Any) -> Any:
+        asked.append(tag)
+        return JobRef("9"), Done((), 0, "", "")
+
+    monkeypatch.setattr(submit, "search", search)
+    cut_off = prepared(root, tmp_path, {"backend": "slurm", "tag": "relax-demo-3-abc"})
+    assert common.job_of(cut_off) == ("slurm", JobRef("9"))
+    assert asked == ["relax-demo-3-abc"]
+    monkeypatch.setattr(submit, "search", lambda tag: (None, Done((), 0, "", "")))
+    assert common.job_of(cut_off) is None
+    assert common.job_of(prepared(root, tmp_path, {"backend": "local", "tag": "x"})) is None
+
+
+def test_an_outcome_that_a_file_system_shows_late_is_waited_for(tmp_path: Path) -> None:
+    run_dir = prepared(tmp_path / "root", tmp_path)
+    assert common.outcome_of(run_dir, 0.0) is None
+    thread = threading.Thread(
+        target=lambda: (time.sleep(0.2), run_dir.write_json("outcome.json", {"state": "STOPPED"}))
+    )
+    thread.start()
+    assert common.outcome_of(run_dir, 10.0) == {"state": "STOPPED"}
+    thread.join()
+
+
+def test_a_run_without_a_coordinator_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    monkeypatch.setattr(backends, "backend_for", lambda kind: FakeBackend(JobState.PENDING, reason="Resources"))
+    state = common.state_of(prepared(root, tmp_path))
+    assert state["state"] == "JOB_PENDING"
+    assert "has no coordinator yet" in state["reason"]
+    assert common.state_of(prepared(root, tmp_path, {}))["state"] == "UNSUBMITTED"
+    run_dir = prepared(root, tmp_path)
+    error = {"message": "no", "code": "binding_mismatch"}
+    run_dir.write_json("outcome.json", {"state": "FAILED", "exit_code": 5, "reason": "", "error": error})
+    run_dir.write_json("endpoint.json", {"epoch": "e", "control": "tcp://x:1", "gateway_url": "http://h:1"})
+    state = common.state_of(run_dir)
+    assert (state["state"], state["exit_code"], state["error"]) == ("FAILED", 5, error)
+    for key in ("run", "attempt", "epoch", "gateway_url", "token_file", "run_dir", "roles", "leases", "batch"):
+        assert key in state
+
+
+def test_a_coordinator_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = prepared(tmp_path / "root", tmp_path)
+    monkeypatch.setattr(common, "ask", lambda run_dir, kind, **_: state_of(run_dir))
+    assert common.state_of(run_dir)["state"] == "READY"
+    again = run_dir.next_attempt()
+    assert common.state_of(run_dir)["attempt"] == again.attempt  # a job that was started again
+
+
+def test_nobody_to_ask(tmp_path: Path) -> None:
+    run_dir = prepared(tmp_path / "root", tmp_path)
+    with pytest.raises(Unavailable, match=r"endpoint\.json is missing"):
+        common.ask(run_dir, "ping")
+    run_dir.write_json("endpoint.json", {"control": "tcp://127.0.0.1:1"})
+    with pytest.raises(Unavailable, match="no answer to 'ping'"):
+        common.ask(run_dir, "ping", timeout_seconds=0.2)

@@ -1,0 +1,119 @@
+"""`stop`: asked first, ended when that does not help, and never told to be over while it is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_slurm.__main__ import main
+from relax_slurm.cli import stop as verb
+from relax_slurm.control.run_dir import RunDir
+from relax_slurm.errors import SubmissionRefused, Unavailable
+from relax_slurm.slurm.job import JobRef, JobState
+from relax_slurm.wire.client import RemoteError
+from tests.unit.cli.stage import FakeBackend, prepared
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
+    made = FakeBackend(JobState.RUNNING)
+    monkeypatch.setenv("RELAX_RUNS_ROOT", str(tmp_path / "root"))
+    monkeypatch.setattr(verb, "backend_for", lambda kind: made)
+    monkeypatch.setattr(verb, "LAG_SECONDS", 0.1)
+    return made
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, run_dir: RunDir, backend: FakeBackend, **outcome: Any) -> list[str]:
+    """A coordinator that stops when asked."""
+    asked: list[str] = []
+
+    def ask(run_dir: RunDir, kind: str, **fields: Any) -> dict[str, Any]:
+        asked.append(f"{kind} {fields['reason']}")
+        run_dir.write_json("outcome.json", {"run": "demo", "state": "STOPPED", "unproven": []} | outcome)
+        backend.states = [JobState.RUNNING, JobState.ENDED]
+        return {"state": "STOPPING"}
+
+    monkeypatch.setattr(verb, "ask", ask)
+    return asked
+
+
+def test_an_orderly_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = prepared(tmp_path / "root", tmp_path)
+    asked = answering(monkeypatch, run_dir, backend)
+    assert main(["stop", "demo", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["state"] == "STOPPED"
+    assert asked == ["stop relax-slurm stop"]
+    assert "asked the coordinator to stop" in err
+    assert backend.cancelled == []
+    assert main(["stop"]) == 0  # again: nothing to do
+    assert asked == ["stop relax-slurm stop"]
+
+
+def test_an_end_in_doubt_is_exit_9(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = prepared(tmp_path / "root", tmp_path)
+    answering(monkeypatch, run_dir, backend, unproven=["m/replica-0"])
+    assert main(["stop"]) == 9
+    assert "m/replica-0 is not proven" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [Unavailable("nobody"), RemoteError("cannot", "internal")])
+def test_without_a_coordinator_the_job_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, error: Exception
+) -> None:
+    prepared(tmp_path / "root", tmp_path)
+    monkeypatch.setattr(verb, "ask", lambda *_, **__: (_ for _ in ()).throw(error))
+    assert main(["stop"]) == 0
+    assert backend.cancelled == ["7"]
+
+
+def test_a_coordinator_that_says_yes_and_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(tmp_path / "root", tmp_path)
+    monkeypatch.setattr(verb, "ask", lambda *_, **__: {"state": "STOPPING"})
+    assert main(["stop", "--timeout", "0.1"]) == 0
+    assert backend.cancelled == ["7"]
+    assert "not over after 0.1 s; ending the job" in capsys.readouterr().err
+
+
+def test_a_job_that_does_not_go_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(tmp_path / "root", tmp_path)
+    monkeypatch.setattr(verb, "ask", lambda *_, **__: {"state": "STOPPING"})
+    backend.after_cancel = JobState.UNKNOWN
+    assert main(["stop", "--timeout", "0.1"]) == 9
+    assert "still UNKNOWN after it was cancelled" in capsys.readouterr().err
+
+
+def test_a_cancel_that_is_refused_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(tmp_path / "root", tmp_path)
+    monkeypatch.setattr(verb, "ask", lambda *_, **__: (_ for _ in ()).throw(Unavailable("nobody")))
+
+    def refuse(job: JobRef) -> None:
+        raise SubmissionRefused("scancel 7 failed: not yours")
+
+    monkeypatch.setattr(backend, "cancel", refuse)
+    assert main(["stop"]) == 4
+    assert "not yours" in capsys.readouterr().err
+
+
+def test_what_was_never_submitted(tmp_path: Path, backend: FakeBackend, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared(tmp_path / "root", tmp_path, {})
+    assert main(["stop"]) == 0
+    assert "UNSUBMITTED" in capsys.readouterr().out
+    assert backend.polls == 0
+
+
+def test_an_orderly_end_may_take_what_the_config_gives(tmp_path: Path) -> None:
+    assert verb._orderly_seconds(prepared(tmp_path / "root", tmp_path)) == 30.0 + 60.0 + 30.0
