@@ -17,7 +17,7 @@ from relax_slurm.forward.http import Limits
 from relax_slurm.forward.server import HttpServer
 from relax_slurm.forward.upstream import Upstream
 from relax_slurm.gateway import views
-from relax_slurm.gateway.generation import Generation
+from relax_slurm.gateway.generation import Asking, Generation
 from relax_slurm.gateway.metrics import Metrics
 from relax_slurm.gateway.routes import Kind, Route, find
 from relax_slurm.gateway.settings import GatewaySettings
@@ -51,6 +51,7 @@ class Gateway:
     async def stop(self, grace_seconds: float = 5.0) -> None:
         """Give running answers `grace_seconds`, then close every connection."""
         await self._server.stop(grace_seconds)
+        await self._generation.close()
         await self._upstream.close()
 
     def handle(self, exchange: Exchange) -> None:
@@ -69,7 +70,10 @@ class Gateway:
                 raise NotFound(f"this run has no role {role}, only {', '.join(self.settings.roles)}")
             if route.role is not None and kind in (Kind.GENERATE, Kind.CHAT):
                 errand = self._generation.prepare(route.role, kind, request.body, _affinity_key(exchange))
-                self._generation.send(exchange, kind, errand, request_id, started)
+                if isinstance(errand, Asking):
+                    self._generation.ask(exchange, kind, errand, request_id, started)
+                else:
+                    self._generation.send(exchange, kind, errand, request_id, started)
                 return
             self._answer(exchange, route)
         except RelaxError as error:

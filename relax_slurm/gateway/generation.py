@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, perf_counter
@@ -16,10 +17,12 @@ from relax_slurm.forward.http import Headers, checked, forward_block
 from relax_slurm.forward.proxy import Deadlines, End, Outcome, relay
 from relax_slurm.forward.upstream import Upstream
 from relax_slurm.gateway import judge, payload
+from relax_slurm.gateway.judges import Judges
 from relax_slurm.gateway.metrics import Metrics
 from relax_slurm.gateway.payload import Address
 from relax_slurm.gateway.routes import Kind
 from relax_slurm.gateway.settings import GatewaySettings
+from relax_slurm.gateway.sources import RenderSource
 
 GENERATE_PATH = "/generate"
 CHAT_PATH = "/v1/chat/completions"
@@ -29,12 +32,27 @@ _REWRITTEN = frozenset({b"content-type", b"content-encoding", b"etag", b"digest"
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """One request, ready to go out. `rewrite` turns the engine's JSON answer into ours; None = bytes untouched."""
+    """One request, ready to go out. `rewrite` turns the engine's JSON answer into ours; None = bytes untouched.
+
+    A body that was written here is JSON, whatever the client called its own.
+    """
 
     target: RouteTarget
     path: str
     body: bytes
     rewrite: Callable[[bytes], bytes] | None = None
+    own_body: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A question to a judge. With a `source` it is rendered before it is known where it goes."""
+
+    role: Role
+    model: str
+    question: judge.Question
+    affinity_key: str | None
+    source: RenderSource | None
 
 
 class Generation:
@@ -51,6 +69,8 @@ class Generation:
         self._deadlines = Deadlines(settings.deadline_seconds, settings.idle_seconds)
         key = settings.engine_key
         self._engine_auth = checked([] if key is None else [(b"authorization", b"Bearer " + key.encode())])
+        self._judges = Judges(settings.judges, settings.rendering)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._invalidated: dict[Role, float] = {}
 
     def snapshot(self, role: Role) -> RoleSnapshot:
@@ -63,13 +83,16 @@ class Generation:
             )
         return snapshot
 
-    def prepare(self, role: Role, kind: Kind, body: bytes, affinity_key: str | None) -> Errand:
-        """Read the body as far as routing needs it and resolve the target. BadRequest or Unavailable."""
+    def prepare(self, role: Role, kind: Kind, body: bytes, affinity_key: str | None) -> Errand | Asking:
+        """Read the body as far as routing needs it and resolve the target. BadRequest or Unavailable.
+
+        Messages that are rendered here come back as `Asking`, for `ask`.
+        """
         if kind is Kind.CHAT:
             address, fields, stream = payload.chat_request(body)
             target = self._resolve(role, address, affinity_key)
             out = payload.with_model(fields, target.served_model_name)
-            return Errand(target, CHAT_PATH, out, None if stream else _restore_model(target))
+            return Errand(target, CHAT_PATH, out, None if stream else _restore_model(target), own_body=True)
         if role is Role.GENRM:
             address, raw = payload.judge_request(body)
             if raw is None:
@@ -78,13 +101,69 @@ class Generation:
             address, raw = payload.raw_request(body)
         return Errand(self._resolve(role, address, affinity_key), GENERATE_PATH, raw)
 
-    def _judged(self, role: Role, address: Address, body: bytes, affinity_key: str | None) -> Errand:
+    def _judged(self, role: Role, address: Address, body: bytes, affinity_key: str | None) -> Errand | Asking:
         # The model must be known before the messages can be rendered for it, and may have left READY meanwhile:
         # the look before only names it, the one after decides and takes the turn.
         model = self._resolver.ready_model(self.snapshot(role), address.model, address.route_key)
-        out = judge.chat_body(body, model.served_model_name)
-        target = self._resolve(role, Address(model.name, None), affinity_key)
-        return Errand(target, CHAT_PATH, out, _extract_response(target))
+        question = judge.read_question(body)
+        source = self._judges.source(model.name)
+        asking = Asking(role, model.name, question, affinity_key, source)
+        return self._by_chat(asking) if source is None else asking
+
+    def _by_chat(self, asking: Asking) -> Errand:
+        """The question for an engine that renders it."""
+        target = self._resolve(asking.role, Address(asking.model, None), asking.affinity_key)
+        out = judge.chat_body(asking.question, target.served_model_name)
+        return Errand(target, CHAT_PATH, out, lambda answer: judge.chat_answer(answer, target.url), own_body=True)
+
+    async def _by_ids(self, asking: Asking, source: RenderSource) -> Errand:
+        """The question as token ids that were rendered here."""
+        ids = await self._judges.ids(asking.model, source, asking.question)
+        if ids is None:
+            return self._by_chat(asking)
+        target = self._resolve(asking.role, Address(asking.model, None), asking.affinity_key)
+        out = judge.generate_body(asking.question, ids)
+        return Errand(
+            target, GENERATE_PATH, out, lambda answer: judge.generated_answer(answer, target.url), own_body=True
+        )
+
+    def ask(self, exchange: Exchange, kind: Kind, asking: Asking, request_id: bytes, started: float) -> None:
+        """Render, then `send`. The only requests with a task of their own; it ends when the client leaves."""
+        task = asyncio.get_running_loop().create_task(self._ask(exchange, kind, asking, request_id, started))
+        self._tasks.add(task)
+
+        def over(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled():  # before it had begun
+                exchange.cut()
+
+        def left() -> None:
+            task.cancel()
+
+        task.add_done_callback(over)
+        exchange.on_gone(left)
+
+    async def _ask(self, exchange: Exchange, kind: Kind, asking: Asking, request_id: bytes, started: float) -> None:
+        assert asking.source is not None
+        try:
+            errand = await self._by_ids(asking, asking.source)
+            self.send(exchange, kind, errand, request_id, started)
+            return
+        except asyncio.CancelledError:
+            if exchange.gone:
+                exchange.cut()
+            else:
+                exchange.fail(Unavailable("the gateway is stopping; nothing was sent to an engine"))
+        except Exception as error:  # the boundary between a task of ours and its connection
+            exchange.fail(error)
+        self._metrics.finished((asking.role, kind), exchange.status, perf_counter() - started)
+
+    async def close(self) -> None:
+        """Answer what is still being rendered, and end the renderers."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._judges.close()
 
     def _resolve(self, role: Role, address: Address, affinity_key: str | None) -> RouteTarget:
         return self._resolver.resolve(self.snapshot(role), address.model, address.route_key, affinity_key)
@@ -94,10 +173,14 @@ class Generation:
         role = errand.target.role
         buffered = errand.rewrite is not None
         drop = _NOT_FOR_ENGINES | {b"accept-encoding"} if buffered else _NOT_FOR_ENGINES
+        if errand.own_body:
+            drop |= {b"content-type"}
         # Made from parsed fields and our own, so that the relay need not look for line breaks again.
         headers = Headers([header for header in exchange.request.headers if header[0] not in drop])
         headers += self._engine_auth
         headers.append((b"x-request-id", request_id))
+        if errand.own_body:
+            headers.append((b"content-type", b"application/json"))
         in_flight = self._metrics.in_flight
         in_flight[role] = in_flight.get(role, 0) + 1
 
@@ -137,10 +220,6 @@ class Generation:
 
 def _restore_model(target: RouteTarget) -> Callable[[bytes], bytes]:
     return lambda body: payload.answer_with_model(body, target.model, target.url)
-
-
-def _extract_response(target: RouteTarget) -> Callable[[bytes], bytes]:
-    return lambda body: judge.judge_answer(body, target.url)
 
 
 def _answer(exchange: Exchange, response: Response, rewrite: Callable[[bytes], bytes]) -> None:

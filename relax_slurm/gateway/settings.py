@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from relax_slurm.core.plan import Role
+from relax_slurm.gateway.render_pool import RenderLimits
+from relax_slurm.gateway.sources import RenderSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +32,6 @@ class GatewaySettings:
     """How old a view of the registry may be; given to the snapshot source, told in `/health`."""
     invalidate_seconds: float = 1.0
     """Shortest time between two invalidations of a role's view."""
+    judges: Mapping[str, RenderSource | str] = field(default_factory=dict)
+    """What to render a genrm model's messages with, or why only its engine can (`sources.source_of`)."""
+    rendering: RenderLimits = field(default_factory=RenderLimits)

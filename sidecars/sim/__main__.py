@@ -53,14 +53,17 @@ async def serve(options: SimOptions, args: ServerArgs) -> int:
     return 0
 
 
-async def _start(engine: SimEngine) -> None:
+async def _start(engine: SimEngine) -> Collective | None:
+    """Join the other workers and load. What ties them together is the result, so that the task keeps it alive."""
     args, seconds = engine.args, engine.options.collective_seconds
+    collective = None
     if args.nnodes > 1:
         collective = Collective(
             args.dist_init_addr, args.nnodes, args.node_rank, lambda reason: engine.end_after(seconds, reason)
         )
         await collective.join()
     await engine.load()
+    return collective
 
 
 def main() -> int:

@@ -63,7 +63,7 @@ class Control:
                 "(When there are running or waiting requests, the operation will not be performed.)\n"
             )
         status = 400 if self._engine.scheduler.in_scheduler() else 200
-        exchange.respond(status, text.encode(), ((b"content-type", b"text/plain; charset=utf-8"),))
+        exchange.respond(status, text.encode())
 
     async def _pause(self, exchange: Exchange) -> None:
         body = _body(exchange)
@@ -72,8 +72,7 @@ class Control:
         try:
             mode = PauseMode(body.get("mode", PauseMode.ABORT))
         except ValueError:
-            wanted = "mode: Input should be 'abort', 'retract' or 'in_place'"
-            exchange.respond_json(400, Invalid(wanted, validation=True).native_body())
+            _invalid(exchange, "mode: Input should be 'abort', 'retract' or 'in_place'")
             return
         await self._engine.scheduler.pause(mode)
         exchange.respond_json(200, {"message": "Generation paused successfully.", "status": "ok"})
@@ -87,23 +86,23 @@ class Control:
     # ------------------------------------------------------------------------------------------------
 
     async def _release(self, exchange: Exchange) -> None:
-        body = _body(exchange)
-        if body is None:
+        tags = _memory_body(exchange)
+        if tags is None:
             return
         if self._engine.options.fault(FaultKind.HANG_RELEASE):
             await asyncio.Event().wait()
         if self._engine.scheduler.busy:
             raise Deadly("AssertionError: release_memory_occupation should be called only when server is idle.")
-        self._engine.memory.release(_tags(body))
+        self._engine.memory.release(tags)
         exchange.respond_json(200, None)
 
     async def _resume(self, exchange: Exchange) -> None:
-        body = _body(exchange)
-        if body is None:
+        tags = _memory_body(exchange)
+        if tags is None:
             return
         scheduler = self._engine.scheduler
         try:
-            garbled = self._engine.memory.resume(_tags(body))
+            garbled = self._engine.memory.resume(tags)
         except OutOfMemory as error:
             self._engine.out_of_memory(error)
         if garbled:
@@ -183,10 +182,13 @@ class Control:
         body = _body(exchange, "new_version")
         if body is None:
             return
+        if not isinstance(body["new_version"], str):
+            _invalid(exchange, "new_version: Input should be a valid string")
+            return
         scheduler = self._engine.scheduler
         if body.get("abort_all_requests", True):
             scheduler.abort("", everything=True)
-        now, version = scheduler.weights, str(body["new_version"])
+        now, version = scheduler.weights, body["new_version"]
         scheduler.weights = Weights(now.path, version, now.fingerprint, now.garbled)
         answer = {"success": True, "message": f"Weight version updated to {version}", "new_version": version}
         exchange.respond_json(200, answer)
@@ -210,12 +212,11 @@ def _body(exchange: Exchange, *required: str) -> dict[str, Any] | None:
     try:
         value = msgspec.json.decode(exchange.request.body)
     except msgspec.DecodeError as error:
-        exchange.respond_json(400, Invalid(f"JSON decode error: {error}", validation=True).native_body())
+        _invalid(exchange, f"JSON decode error: {error}")
         return None
     missing = [key for key in required if not isinstance(value, dict) or key not in value]
     if not isinstance(value, dict) or missing:
-        text = f"{', '.join(missing) or 'body'}: Field required"
-        exchange.respond_json(400, Invalid(text, validation=True).native_body())
+        _invalid(exchange, f"{', '.join(missing) or 'body'}: Field required")
         return None
     return value
 
@@ -227,9 +228,20 @@ def _loadable(path: Any) -> bool:
     return os.path.exists(path) if path.startswith(("/", ".")) else True
 
 
-def _tags(body: Mapping[str, Any]) -> list[str] | None:
+def _memory_body(exchange: Exchange) -> tuple[str, ...] | None:
+    """The tags of a memory call, () for all; None after a 400."""
+    body = _body(exchange)
+    if body is None:
+        return None
     tags = body.get("tags")
-    return [str(tag) for tag in tags] if isinstance(tags, list) else None
+    if tags is not None and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
+        _invalid(exchange, "tags: Input should be a valid list")
+        return None
+    return tuple(tags or ())
+
+
+def _invalid(exchange: Exchange, text: str) -> None:
+    exchange.respond_json(400, Invalid(text, validation=True).native_body())
 
 
 def _outcome(exchange: Exchange, success: bool, message: str) -> None:

@@ -144,13 +144,12 @@ class SimEngine:
             "has_audio_understanding": False,
             "model_type": "sim",
             "architectures": ["SimForCausalLM"],
-            "vocab_size": self.limits.vocab_size,
         }
 
     def server_info(self) -> dict[str, Any]:
         """The body of /server_info: every argument, keys included, as the real one gives them away."""
         return {
-            **self.args.given,
+            **{key: _plain(value) for key, value in self.args.given.items()},
             "model_path": self.args.model_path,
             "served_model_name": self.args.served_model_name,
             "host": self.args.host,
@@ -162,8 +161,7 @@ class SimEngine:
             "enable_memory_saver": self.args.enable_memory_saver,
             "max_total_num_tokens": self.limits.context_length,
             "max_req_input_len": self.limits.context_length - 1,
-            "vocab_size": self.limits.vocab_size,
-            "startup_time": self.options.startup_seconds,
+            "startup_time": {"load_weight": self.options.startup_seconds},
             "internal_states": [{"last_gen_throughput": 0.0}],
             "version": VERSION,
             "frontend": "python",
@@ -205,6 +203,11 @@ class SimEngine:
         for name, (kind, value) in values.items():
             lines += [f"# TYPE sglang:{name} {kind}", f"sglang:{name}{labels} {value}"]
         return "\n".join(lines) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """A flag's value with its type: a whole number is one."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _flag(text: str) -> bool:

@@ -66,8 +66,8 @@ class CardMemory:
         for tag in (CONTEXT, *ALL_TAGS):
             self._take(tag)
 
-    def release(self, tags: Sequence[str] | None) -> None:
-        """Release `tags` (null or empty: all three). Memory becomes free now or later, as configured."""
+    def release(self, tags: Sequence[str]) -> None:
+        """Release `tags` (none: all three). Memory becomes free now or later, as configured."""
         for tag in tags or ALL_TAGS:
             fresh = tag not in self._released
             self._released.add(tag)
@@ -77,7 +77,7 @@ class CardMemory:
                 if self._release_seconds == 0:
                     self._give(tag)
 
-    def resume(self, tags: Sequence[str] | None) -> bool:
+    def resume(self, tags: Sequence[str]) -> bool:
         """Take `tags` again; whether weights came back without their content.
 
         `Deadly` for a tag that is not released, `OutOfMemory` when somebody else has the memory now.

@@ -67,7 +67,7 @@ class Model:
         room = self._context - len(prompt)
         longest = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
         tokens = self._tokens(prompt, sampling, weights, longest)
-        stops = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else {tokenizer.EOS})
+        stops = frozenset() if sampling.ignore_eos else sampling.stop_token_ids | {tokenizer.EOS}
         for index, token in enumerate(tokens):
             if token in stops:
                 finish = {"type": "stop", "matched": token}
@@ -152,6 +152,8 @@ class Model:
             return one((self.logprob(weights, tokens, position), tokens[position]))
 
         inputs, outputs = range(wanted.start, border), range(border, len(tokens))
+        # Without a token to generate, the candidates for the first one are told all the same.
+        looked_at = outputs or range(border, border + 1)
         first = [[None, *row(position)[1:]] for position in inputs[:1]]
         out: dict[str, Any] = {
             "input_token_logprobs": first + [row(position) for position in inputs[1:]],
@@ -165,7 +167,7 @@ class Model:
                 return [one(pair) for pair in self.top(weights, tokens, position, wanted.top)]
 
             out["input_top_logprobs"] = empty + [best(position) for position in inputs[1:]]
-            out["output_top_logprobs"] = [best(position) for position in outputs]
+            out["output_top_logprobs"] = [best(position) for position in looked_at]
         if wanted.token_ids is not None:
             ids = wanted.token_ids
 
@@ -173,7 +175,7 @@ class Model:
                 return [one(pair) for pair in self.of(weights, tokens, position, ids)]
 
             out["input_token_ids_logprobs"] = empty + [chosen(position) for position in inputs[1:]]
-            out["output_token_ids_logprobs"] = [chosen(position) for position in outputs]
+            out["output_token_ids_logprobs"] = [chosen(position) for position in looked_at]
         return out
 
 

@@ -9,7 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from sidecars.sim import tokenizer
-from sidecars.sim.protocol import Invalid, Item, Limits, Logprobs, Sampling, check_length, parse_sampling
+from sidecars.sim.protocol import (
+    Deadly,
+    Invalid,
+    Item,
+    Limits,
+    Logprobs,
+    Sampling,
+    check_length,
+    check_tokens,
+    parse_sampling,
+)
+
+NO_DETAILS = {"prompt_tokens_details": None, "completion_tokens_details": None}
+DEFAULT_MODEL = "default"
+"""Name of the model in answers to requests that name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,32 +35,41 @@ class Completion:
     stream: bool
     include_usage: bool
     chat: bool
-    echo: str = ""
-    """Text that goes before every choice (completions with `echo`)."""
+    copies: int = 1
+    """Answers per prompt."""
+    echo: bool = False
+    """Whether the prompt goes before its answers."""
+
+    def prefix(self, index: int) -> str:
+        """What goes before choice `index`."""
+        return tokenizer.decode(self.items[index].prompt) if self.echo else ""
 
 
-def parse(body: Any, limits: Limits, fresh: str, served: str, *, chat: bool) -> Completion:
+def parse(body: Any, limits: Limits, fresh: str, *, chat: bool) -> Completion:
     """A chat or completion body. Any model name is accepted: telling models apart is the gateway's
     business.
     """
     if not isinstance(body, Mapping):
         raise Invalid("the body must be a JSON object", validation=True)
-    prompt = _chat_prompt(body) if chat else _completion_prompt(body)
+    prompts = [_chat_prompt(body)] if chat else _completion_prompts(body)
     sampling = _sampling(body, chat=chat)
     count = body.get("n", 1)
     if type(count) is not int or not 1 <= count <= 128:
         raise Invalid(f"n: Input should be an integer from 1 to 128, got {count!r}", validation=True)
     options = body.get("stream_options")
     usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
-    check_length(prompt, sampling.max_new_tokens, limits)
-    logprobs = _logprobs(body, len(prompt), chat=chat)
-    items = tuple(
-        Item(fresh if count == 1 else f"{fresh}{index:04x}", prompt, _seeded(sampling, index), logprobs)
-        for index in range(count)
-    )
+    items: list[Item] = []
+    for prompt in prompts:
+        check_length(prompt, sampling.max_new_tokens, limits)
+        check_tokens(prompt, limits)
+        logprobs = _logprobs(body, len(prompt), limits, chat=chat)
+        for index in range(count):
+            rid = fresh if len(prompts) * count == 1 else f"{fresh}{len(items):04x}"
+            items.append(Item(rid, prompt, _seeded(sampling, index), logprobs))
     model = body.get("model")
-    echo = tokenizer.decode(prompt) if not chat and body.get("echo") else ""
-    return Completion(items, model if isinstance(model, str) else served, bool(body.get("stream")), usage, chat, echo)
+    echo = not chat and bool(body.get("echo"))
+    name = model if isinstance(model, str) else DEFAULT_MODEL
+    return Completion(tuple(items), name, bool(body.get("stream")), usage, chat, count, echo)
 
 
 def _chat_prompt(body: Mapping[str, Any]) -> tuple[int, ...]:
@@ -73,14 +96,19 @@ def _content(content: Any) -> str:
     raise Invalid("messages.content: Input should be a valid string", validation=True)
 
 
-def _completion_prompt(body: Mapping[str, Any]) -> tuple[int, ...]:
+def _completion_prompts(body: Mapping[str, Any]) -> list[tuple[int, ...]]:
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        prompt = prompt[0]
+    if prompt in ("", []):
+        raise Invalid("Prompt cannot be empty", kind="BadRequestError")
     if isinstance(prompt, str):
-        return tuple(tokenizer.encode(prompt))
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return tuple(prompt)
+        return [tuple(tokenizer.encode(prompt))]
+    if isinstance(prompt, list) and prompt:
+        if all(type(token) is int for token in prompt):
+            return [tuple(prompt)]
+        if all(isinstance(item, str) for item in prompt):
+            return [tuple(tokenizer.encode(item)) for item in prompt]
+        if all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompt):
+            return [tuple(item) for item in prompt]
     raise Invalid("prompt: Input should be a valid string or a list of integers", validation=True)
 
 
@@ -109,26 +137,27 @@ def _seeded(sampling: Sampling, index: int) -> Sampling:
     )
 
 
-def _logprobs(body: Mapping[str, Any], prompt_length: int, *, chat: bool) -> Logprobs | None:
+def _logprobs(body: Mapping[str, Any], prompt_length: int, limits: Limits, *, chat: bool) -> Logprobs | None:
     wanted = body.get("logprobs")
     if wanted is None or wanted is False:
         return None
-    top = body.get("top_logprobs") or 0 if chat else int(wanted)
-    if type(top) is not int or not 0 <= top <= 64:
-        raise Invalid(f"top_logprobs: Input should be an integer from 0 to 64, got {top!r}", validation=True)
-    return Logprobs(prompt_length, top, None, with_text=True)
+    top = (body.get("top_logprobs") or 0) if chat else wanted
+    if not isinstance(top, int):
+        raise Invalid(f"top_logprobs: Input should be a valid integer, got {top!r}"[:400], validation=True)
+    if top > limits.vocab_size:
+        raise Deadly(f"RuntimeError: selected index k out of range (top_logprobs {top})")
+    return Logprobs(prompt_length, max(int(top), 0), None, with_text=True)
 
 
-def usage(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Token counts over all choices; the prompt counts once."""
+def usage(results: Sequence[Mapping[str, Any]], copies: int) -> dict[str, Any]:
+    """Token counts over all choices; every prompt counts once, however many answers it has."""
     metas = [result["meta_info"] for result in results]
-    prompt = metas[0]["prompt_tokens"]
+    prompt = sum(meta["prompt_tokens"] for meta in metas[::copies])
     completion = sum(meta["completion_tokens"] for meta in metas)
     return {
         "prompt_tokens": prompt,
         "total_tokens": prompt + completion,
         "completion_tokens": completion,
-        "prompt_tokens_details": None,
         "reasoning_tokens": 0,
     }
 
@@ -143,8 +172,8 @@ def whole(request: Completion, results: Sequence[Mapping[str, Any]], created: in
         "created": created,
         "model": request.model,
         "choices": choices,
-        "usage": usage(results),
-        "metadata": {"weight_version": first["weight_version"]},
+        "usage": {**usage(results, request.copies), **NO_DETAILS},
+        "metadata": {"weight_version": first["weight_version"], "weight_versions": first["weight_versions"]},
     }
 
 
@@ -154,7 +183,7 @@ def _choice(request: Completion, index: int, result: Mapping[str, Any]) -> dict[
     if request.chat:
         choice["message"] = {"role": "assistant", "content": result["text"], "reasoning_content": None}
     else:
-        choice["text"] = request.echo + result["text"]
+        choice["text"] = request.prefix(index) + result["text"]
     choice["logprobs"] = logprobs_of(request, result["meta_info"], 0)
     choice["finish_reason"] = finish["type"]
     choice["matched_stop"] = finish.get("matched")
@@ -176,7 +205,7 @@ def logprobs_of(request: Completion, meta: Mapping[str, Any], since: int) -> dic
         ]
         return {"content": content}
     return {
-        "text_offset": [],
+        "text_offset": [-1] * len(rows),
         "token_logprobs": [row[0] for row in rows],
         "tokens": [row[2] for row in rows],
         "top_logprobs": [{entry[2]: entry[0] for entry in top} for top in tops],
@@ -201,22 +230,22 @@ class ChunkWriter:
     def chunks(self, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks that `result` adds, the finishing one included."""
         meta, chat = result["meta_info"], self._request.chat
-        if not self._begun:
-            self._begun = True
-            if chat:
-                yield self._chunk(meta, {"role": "assistant", "content": "", "reasoning_content": None})
-            elif self._request.echo:
-                yield self._chunk(meta, self._request.echo)
+        begins, self._begun = not self._begun, True
         fresh = result["text"][self._sent_text :]
         self._sent_text += len(fresh)
         logprobs = logprobs_of(self._request, meta, self._sent_tokens)
         self._sent_tokens = meta["completion_tokens"]
+        finish = meta["finish_reason"]
+        if not chat:
+            # One chunk for everything: the echo comes with the first text, the reason to stop with the last.
+            yield self._chunk(meta, self._request.prefix(self._index) + fresh if begins else fresh, logprobs, finish)
+            return
+        if begins:
+            yield self._chunk(meta, {"reasoning_content": None, "role": "assistant", "content": ""})
         if fresh:
-            delta = {"role": None, "content": fresh, "reasoning_content": None} if chat else fresh
-            yield self._chunk(meta, delta, logprobs)
-        if meta["finish_reason"] is not None:
-            empty = {"role": None, "content": None, "reasoning_content": None} if chat else ""
-            yield self._chunk(meta, empty, finish=meta["finish_reason"])
+            yield self._chunk(meta, {"reasoning_content": None, "content": fresh}, logprobs)
+        if finish is not None:
+            yield self._chunk(meta, {"reasoning_content": None}, finish=finish)
 
     def _chunk(
         self,
@@ -243,13 +272,9 @@ def chunk_frame(
     choices: list[dict[str, Any]],
     total: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One chunk; the last one of a stream with usage has no choices."""
+    """One chunk; the last one of a stream with usage has no choices. Chunks of a chat leave out what is not there."""
     kind = "chat.completion.chunk" if request.chat else "text_completion"
-    return {
-        "id": rid,
-        "object": kind,
-        "created": created,
-        "model": request.model,
-        "choices": choices,
-        "usage": total,
-    }
+    chunk = {"id": rid, "object": kind, "created": created, "model": request.model, "choices": choices}
+    if not request.chat:
+        return {**chunk, "usage": total}
+    return chunk if total is None else {**chunk, "usage": {**total, **NO_DETAILS}}

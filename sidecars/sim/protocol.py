@@ -15,19 +15,33 @@ from typing import Any
 from sidecars.sim import tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 128
+SAMPLING_FIELDS = (
+    *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "n", "json_schema", "regex"),
+    *("ebnf", "structural_tag", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("no_stop_trim", "stream_interval", "logit_bias", "sampling_seed", "custom_params", "beam_width", "watermark"),
+    "choice",
+)
+"""What `sampling_params` may hold on SGLang's own route; anything else is refused."""
 
 
 class Invalid(Exception):
     """The request is refused. `validation` chooses between the two shapes of an error body."""
 
-    def __init__(self, message: str, *, validation: bool = False, kind: str = "BadRequest") -> None:
+    def __init__(
+        self, message: str, *, validation: bool = False, schema: bool = False, kind: str = "BadRequest"
+    ) -> None:
         super().__init__(message)
         self.message = message
-        self.validation = validation
+        self.validation = validation or schema
+        self.schema = schema
+        """Found by the check of `sampling_params`, which has a third shape and comes before a stream begins."""
         self.kind = kind
 
     def native_body(self) -> dict[str, Any]:
         """The body on SGLang's own routes."""
+        if self.schema:
+            return {"error": self.message}
         return self.openai_body() if self.validation else {"error": {"message": self.message}}
 
     def openai_body(self) -> dict[str, Any]:
@@ -45,6 +59,10 @@ class Invalid(Exception):
                 "retryable": False,
             }
         }
+
+
+class Broken(Exception):
+    """The request makes the server answer 500 and changes nothing."""
 
 
 class Deadly(Exception):
@@ -82,6 +100,8 @@ class Item:
     prompt: tuple[int, ...]
     sampling: Sampling
     logprobs: Logprobs | None
+    cached: int = 0
+    """Prompt tokens that an earlier copy of the same request left in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +127,11 @@ def parse_generate(body: Any, limits: Limits, fresh_rid: str) -> Generate:
         raise Invalid("the body must be a JSON object", validation=True)
     stream = _typed(body, "stream", bool, False)
     prompts, batch = _prompts(body)
+    if not prompts:
+        return Generate((), stream, batch)
     params = body.get("sampling_params")
     if isinstance(params, list) and not batch:
-        raise Invalid("sampling_params: a list needs a batch", validation=True)
+        raise Broken("sampling_params is a list and the request is no batch")
     given = _spread(params, len(prompts), "sampling_params", None)
     samplings = [parse_sampling(item) for item in given]
     copies = {_copies(item) for item in given}
@@ -124,9 +146,9 @@ def parse_generate(body: Any, limits: Limits, fresh_rid: str) -> Generate:
             check_length(prompt, _asked(given[index]), limits)
             logprobs = _logprobs(body, index, len(prompts), prompt, limits)
             rid = rids[copy * len(prompts) + index]
-            sequences.append(Item(rid, prompt, sampling, logprobs))
-    if any(not 0 <= token < limits.vocab_size for prompt in prompts for token in prompt):
-        raise Deadly(f"CUDA error: device-side assert triggered (token id outside 0..{limits.vocab_size - 1})")
+            sequences.append(Item(rid, prompt, sampling, logprobs, len(prompt) - 1 if count > 1 else 0))
+    for prompt in prompts:
+        check_tokens(prompt, limits)
     return Generate(tuple(sequences), stream, batch or count > 1)
 
 
@@ -141,23 +163,27 @@ def _typed(body: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
 
 def _prompts(body: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], bool]:
     text, ids = body.get("text"), body.get("input_ids")
-    if (text is None) == (ids is None):
+    if text is None and ids is None:
         raise Invalid("Either text, input_ids or input_embeds should be provided.")
+    if ids is not None:
+        return _token_prompts(ids, alone=text is None)
     if isinstance(text, str):
         return [tuple(tokenizer.encode(text))], False
     if isinstance(text, list) and all(isinstance(item, str) for item in text):
-        if not text:
-            raise Invalid("text cannot be empty.")
         return [tuple(tokenizer.encode(item)) for item in text], True
+    raise Invalid("text: Input should be a string or a list of strings", validation=True)
+
+
+def _token_prompts(ids: Any, *, alone: bool) -> tuple[list[tuple[int, ...]], bool]:
+    """Prompts out of `input_ids`, which win over a text; only without a text are they checked to be there."""
     if isinstance(ids, list):
-        if not ids:
+        if not ids and alone:
             raise Invalid("input_ids cannot be empty.")
         if all(type(item) is int for item in ids):
             return [tuple(ids)], False
         if all(isinstance(item, list) and all(type(token) is int for token in item) for item in ids):
             return [tuple(item) for item in ids], True
-    name = "text" if text is not None else "input_ids"
-    raise Invalid(f"{name}: Input should be a string or a list of integers", validation=True)
+    raise Invalid("input_ids: Input should be a list of integers", validation=True)
 
 
 def _spread(value: Any, count: int, name: str, default: Any) -> list[Any]:
@@ -179,14 +205,13 @@ def _rids(given: Any, count: int, many: bool, fresh: str) -> list[str]:
         if len(set(given)) != count:
             raise Invalid("Duplicate request IDs detected within the request")
         return given
-    raise Invalid("The rid should be a string or a list of strings.")
+    raise Invalid("rid: Input should be a string or a list of strings", validation=True)
 
 
 def _copies(params: Any) -> int:
-    value = params.get("n", 1) if isinstance(params, Mapping) else 1
-    if type(value) is not int or not 1 <= value <= 128:
-        raise Invalid(f"n must be between 1 and 128, got {value!r}.")
-    return value
+    """How many answers; anything below one is one, as in SGLang."""
+    value = _parameter(params, "n", int, 1) if isinstance(params, Mapping) else 1
+    return max(int(value), 1)
 
 
 def parse_sampling(params: Any, default_max: int | None = DEFAULT_MAX_NEW_TOKENS) -> Sampling:
@@ -195,31 +220,45 @@ def parse_sampling(params: Any, default_max: int | None = DEFAULT_MAX_NEW_TOKENS
         params = {}
     if not isinstance(params, Mapping):
         raise Invalid("sampling_params: Input should be a valid dictionary", validation=True)
+    for key in params:
+        if key not in SAMPLING_FIELDS:
+            known = ", ".join(f"`{name}`" for name in SAMPLING_FIELDS)
+            raise Invalid(f"unknown field `{key}`, expected one of {known}", schema=True)
     temperature = _number(params, "temperature", 1.0)
     if not math.isfinite(temperature) or temperature < 0:
         raise Invalid(f"temperature must be a non-negative finite number, got {temperature}.")
     top_p = _number(params, "top_p", 1.0)
     if not 0 < top_p <= 1:
         raise Invalid(f"top_p must be in (0, 1], got {top_p}.")
-    top_k = _typed(params, "top_k", int, -1)
+    top_k = _parameter(params, "top_k", int, -1)
     if top_k < -1 or top_k == 0:
         raise Invalid(f"top_k must be -1 (disable) or at least 1, got {top_k}.")
-    longest = _typed(params, "max_new_tokens", int, default_max)
+    longest = _parameter(params, "max_new_tokens", int, default_max)
     if longest is not None and longest < 0:
         raise Invalid(f"max_new_tokens must be at least 0, got {longest}.")
-    stop = params.get("stop") or ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(item, str) for item in stops):
-        raise Invalid("stop: Input should be a string or a list of strings", validation=True)
+    stop = params.get("stop")
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
+        raise Invalid(f"invalid type: {stop!r}, expected a value or an array of values for StringOrList", schema=True)
     return Sampling(
         max_new_tokens=longest,
         stop=tuple(item for item in stops if item),
-        stop_token_ids=frozenset(_typed(params, "stop_token_ids", list, [])),
-        ignore_eos=_typed(params, "ignore_eos", bool, False),
-        skip_special_tokens=_typed(params, "skip_special_tokens", bool, True),
-        no_stop_trim=_typed(params, "no_stop_trim", bool, False),
-        seed=_typed(params, "sampling_seed", int, None),
+        stop_token_ids=frozenset(_parameter(params, "stop_token_ids", list, [])),
+        ignore_eos=_parameter(params, "ignore_eos", bool, False),
+        skip_special_tokens=_parameter(params, "skip_special_tokens", bool, True),
+        no_stop_trim=_parameter(params, "no_stop_trim", bool, False),
+        seed=_parameter(params, "sampling_seed", int, None),
     )
+
+
+def _parameter(params: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+    """A sampling parameter; of another type it is refused by the schema."""
+    value = params.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise Invalid(f"invalid type: {key} is {value!r}, expected {kind.__name__}"[:400], schema=True)
+    return value
 
 
 def _number(params: Mapping[str, Any], key: str, default: float) -> float:
@@ -227,7 +266,7 @@ def _number(params: Mapping[str, Any], key: str, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Invalid(f"{key}: Input should be a valid number, got {value!r}"[:400], validation=True)
+        raise Invalid(f"invalid type: {key} is {value!r}, expected f64"[:400], schema=True)
     return float(value)
 
 
@@ -249,6 +288,14 @@ def check_length(prompt: Sequence[int], longest: int | None, limits: Limits) -> 
             f"{len(prompt)} tokens from the input messages and {longest} tokens for the completion. Please reduce "
             "the number of tokens in the input messages or the completion to fit within the limit."
         )
+
+
+def check_tokens(prompt: Sequence[int], limits: Limits) -> None:
+    """`Deadly` for a prompt without tokens, or with one that the vocabulary does not have."""
+    if not prompt:
+        raise Deadly("IndexError: index is out of bounds for dimension with size 0 (a prompt without tokens)")
+    if not all(0 <= token < limits.vocab_size for token in prompt):
+        raise Deadly(f"CUDA error: device-side assert triggered (token id outside 0..{limits.vocab_size - 1})")
 
 
 def _logprobs(
@@ -278,7 +325,11 @@ def _logprobs(
     ids = None if wanted is None else tuple(wanted)
     if ids is not None and not all(type(token) is int for token in ids):
         raise Invalid("token_ids_logprob: Input should be a list of integers", validation=True)
-    if ids is not None and not all(0 <= token < limits.vocab_size for token in ids):
-        raise Deadly("CUDA error: device-side assert triggered (token_ids_logprob outside the vocabulary)")
+    for token in ids or ():
+        if not 0 <= token < limits.vocab_size:
+            raise Invalid(
+                f"token_ids_logprob contains out-of-vocabulary token id {token}; valid range is [0, "
+                f"{limits.vocab_size})."
+            )
     first = len(prompt) if start == -1 else start
     return Logprobs(first, max(top, 0), ids, bool(body.get("return_text_in_logprobs")))

@@ -54,6 +54,8 @@ class Flight:
     aborted: bool = False
     stuck: bool = False
     """Hit by a fault; never moves again."""
+    shown: bool = False
+    """Whether any of it has been answered."""
     credit: float = 0.0
     """Seconds of work that no token was produced for yet."""
     retractions: int = 0
@@ -275,13 +277,18 @@ class Scheduler:
             "num_retractions": flight.retractions,
             "reasoning_tokens": 0,
             "completion_tokens": len(output),
-            "cached_tokens": 0,
-            "weight_versions": self._spans(flight),
+            "cached_tokens": item.cached,
+            "cached_tokens_details": {"device": item.cached, "host": 0} if item.cached else None,
+            "dp_rank": None,
         }
         if item.logprobs is not None and run is not None and flight.weights is not None:
             meta.update(self.model.describe(run, flight.weights, item.logprobs, flight.produced))
         if flight.finished:
+            meta["weight_versions"] = self._spans(flight)
             meta["e2e_latency"] = time.monotonic() - flight.started
+        if not flight.shown:
+            flight.shown = True
+            meta["response_sent_to_client_ts"] = time.time()
         return {"text": text, "output_ids": list(output), "meta_info": meta}
 
     def _finish(self, flight: Flight) -> dict[str, Any] | None:

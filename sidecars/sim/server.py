@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -16,13 +17,14 @@ from relax_slurm.forward import Exchange
 from sidecars.sim import openai
 from sidecars.sim.access import allowed
 from sidecars.sim.control import Control
-from sidecars.sim.engine import SimEngine
+from sidecars.sim.engine import SimEngine, log
 from sidecars.sim.options import FaultKind
-from sidecars.sim.protocol import Deadly, Invalid, parse_generate
+from sidecars.sim.protocol import Broken, Deadly, Invalid, parse_generate
 from sidecars.sim.scheduler import Flight
 
 Route = Callable[[Exchange], Awaitable[None]]
 _SSE = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+_ONE_MODEL = "/v1/models/"
 _dumps = msgspec.json.Encoder().encode
 _GET, _POST = frozenset({"GET", "HEAD"}), frozenset({"POST"})
 _POST_PUT, _ANY = frozenset({"POST", "PUT"}), frozenset({"GET", "POST"})
@@ -52,6 +54,7 @@ class SimServer:
             "/ready": Entry(_GET, self._ready),
             "/health": Entry(_GET, self._health),
             "/health_generate": Entry(_GET, self._health),
+            "/ping": Entry(_GET, self._ping),
             "/model_info": Entry(_GET, self._model_info),
             "/get_model_info": Entry(_GET, self._model_info),
             "/server_info": Entry(_GET, self._server_info),
@@ -68,6 +71,8 @@ class SimServer:
         """Answer one request."""
         request = exchange.request
         entry = self._routes.get(request.path)
+        if entry is None and request.path.startswith(_ONE_MODEL):
+            entry = Entry(_GET, self._one_model)
         authorization = request.headers.get(b"authorization")
         passes = allowed(
             request.method,
@@ -86,6 +91,9 @@ class SimServer:
         else:
             try:
                 await entry.route(exchange)
+            except Broken as error:
+                log(f"Exception in ASGI application: {error}")
+                exchange.respond(500, b"Internal Server Error", ((b"content-type", b"text/plain; charset=utf-8"),))
             except Deadly as error:
                 self._engine.crash(str(error))
                 await asyncio.Event().wait()
@@ -140,7 +148,7 @@ class SimServer:
             if media.split(b";")[0].strip().lower() != b"application/json":
                 raise Invalid("Unsupported Media Type: Only 'application/json' is allowed", validation=True)
             body = read_json(exchange)
-            request = openai.parse(body, engine.limits, uuid.uuid4().hex, engine.served_model_name, chat=chat)
+            request = openai.parse(body, engine.limits, uuid.uuid4().hex, chat=chat)
             flights = engine.scheduler.admit(request.items)
         except Invalid as error:
             exchange.respond_json(400, error.openai_body())
@@ -163,7 +171,7 @@ class SimServer:
 
         await self._play_all(exchange, flights, show)
         if request.include_usage:
-            total = openai.usage([engine.scheduler.result(flight) for flight in flights])
+            total = openai.usage([engine.scheduler.result(flight) for flight in flights], request.copies)
             last = openai.chunk_frame(request, flights[0].item.rid, created, [], total)
             exchange.send(b"data: " + _dumps(last) + b"\n\n")
         _done(exchange)
@@ -213,9 +221,12 @@ class SimServer:
         else:
             exchange.respond(200 if await engine.generates_a_token() else 503)
 
-    async def _models(self, exchange: Exchange) -> None:
+    async def _ping(self, exchange: Exchange) -> None:
+        exchange.respond(200)
+
+    def _card(self) -> dict[str, Any]:
         name = self._engine.served_model_name
-        card = {
+        return {
             "id": name,
             "object": "model",
             "created": int(time.time()),
@@ -224,7 +235,22 @@ class SimServer:
             "parent": None,
             "max_model_len": self._engine.limits.context_length,
         }
-        exchange.respond_json(200, {"object": "list", "data": [card]})
+
+    async def _models(self, exchange: Exchange) -> None:
+        exchange.respond_json(200, {"object": "list", "data": [self._card()]})
+
+    async def _one_model(self, exchange: Exchange) -> None:
+        name = unquote(exchange.request.path.removeprefix(_ONE_MODEL))
+        if name == self._engine.served_model_name:
+            exchange.respond_json(200, self._card())
+            return
+        error = {
+            "message": f"The model '{name}' does not exist",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+        exchange.respond_json(404, {"error": error})
 
     async def _model_info(self, exchange: Exchange) -> None:
         exchange.respond_json(200, self._engine.model_info())
@@ -241,7 +267,10 @@ class SimServer:
 
 
 def read_json(exchange: Exchange) -> Any:
-    """The body as JSON; `Invalid` in the validation shape when it is not."""
+    """The body as JSON; `Invalid` in the validation shape when it is not, or does not say that it is."""
+    kind = exchange.request.headers.get(b"content-type")
+    if kind is not None and kind.split(b";")[0].strip().lower() != b"application/json":
+        raise Invalid("body: Input should be a dictionary", validation=True)
     try:
         return msgspec.json.decode(exchange.request.body)
     except msgspec.DecodeError as error:

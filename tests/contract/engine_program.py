@@ -5,23 +5,27 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from relax_slurm.core.plan import Role
 from sidecars.command_line import build
 from sidecars.worker import EnginePorts, WorkerSpec
 
 START_SECONDS = 180.0
+REAL = "RELAX_TEST_SGLANG_PYTHON" in os.environ
+"""Whether the environment names a Python with SGLang; `make test-real` does."""
 _next = itertools.count(os.getpid() % 97)
 
 
@@ -78,6 +82,13 @@ class Launched:
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self.http.get(path, **options)
 
+    def flush(self, seconds: float = 20.0) -> None:
+        """Empty the cache. A scheduler keeps a request for a moment after its last token, so it takes a few tries."""
+        deadline = time.monotonic() + seconds
+        while self.post("/flush_cache").status_code != 200:
+            assert time.monotonic() < deadline, "something still runs"
+            time.sleep(0.02)
+
     def log(self) -> str:
         return Path(self.spec.log_path).read_text()
 
@@ -111,7 +122,8 @@ def launch(spec: WorkerSpec, *, wait: bool = True) -> Iterator[Launched]:
         yield engine
     finally:
         client.close()
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)
 
 
@@ -130,7 +142,16 @@ def wait_ready(engine: Launched) -> None:
     raise AssertionError(f"engine not ready: {engine.log()[-2000:]}")
 
 
-def real_sglang(tmp: Path) -> dict[str, Any]:
+def spec_of(program: str, tmp: Path, **changes: Any) -> WorkerSpec:
+    """A worker of either program; what only the simulator knows is left out for SGLang."""
+    if program == "sim":
+        return worker(tmp, **changes)
+    real = real_sglang()
+    arguments = {**real.pop("engine_args"), **changes.pop("engine_args", {})}
+    return worker(tmp, **{**real, **changes, "sim": {}, "engine_args": arguments})
+
+
+def real_sglang() -> dict[str, Any]:
     """Changes that turn `worker()` into the SGLang that the environment describes.
 
     RELAX_TEST_SGLANG_PYTHON and RELAX_TEST_SGLANG_MODEL are needed; RELAX_TEST_SGLANG_ARGS (JSON, engine
@@ -144,5 +165,15 @@ def real_sglang(tmp: Path) -> dict[str, Any]:
         "env": json.loads(os.environ.get("RELAX_TEST_SGLANG_ENV", "{}")),
         "gpus": (),
         "gpu_indexes": (),
-        "sim": {},
+        "startup_seconds": START_SECONDS,
     }
+
+
+def require_engine() -> None:
+    """Skip, saying why, where no SGLang is named; fail when the environment's REQUIRE names engine."""
+    if REAL:
+        return
+    reason = "RELAX_TEST_SGLANG_PYTHON names no environment with SGLang; `make test-real` makes one"
+    if "engine" in os.environ.get("REQUIRE", "").replace(",", " ").split():
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
