@@ -21,7 +21,7 @@ from relax_slurm.config.load import from_resolved
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control import logs
 from relax_slurm.control.allocation import FILE, Allocation
-from relax_slurm.control.head import head_ports
+from relax_slurm.control.head_ports import head_ports
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.core.placement_json import from_json
 from relax_slurm.core.plan import InferencePlacementPlan, Role

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from relax_slurm.config.load import from_resolved
 from relax_slurm.control import logs
 from relax_slurm.control.allocation import FILE, Allocation
 from relax_slurm.control.coordinator import Coordinator
+from relax_slurm.control.head_ports import head_ports
 from relax_slurm.control.lifecycle import walk
 from relax_slurm.control.run_dir import AlreadyRunning, RunDir
 from relax_slurm.core.placement_json import from_json
@@ -29,16 +29,6 @@ from relax_slurm.wire.server import ControlServer
 
 log = logging.getLogger(__name__)
 PROTOCOL = "RLX1"
-HEAD_PORTS = 64
-"""How many ports at the end of the window the head's sockets choose from."""
-
-
-def head_ports(first: int, last: int, preferred: Iterable[int] = ()) -> list[int]:
-    """Ports for the head's own sockets: those of an earlier start, then the window from its far end.
-
-    Sidecars take their blocks from the near end, so the two rarely meet.
-    """
-    return [*preferred, *range(last, max(first, last - HEAD_PORTS), -1)]
 
 
 async def serve(run_dir: RunDir) -> int:

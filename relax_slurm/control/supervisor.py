@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -27,6 +26,7 @@ from relax_slurm.control import logs
 from relax_slurm.control.allocation import FILE
 from relax_slurm.control.head import failed_outcome
 from relax_slurm.control.local_site import LocalSite
+from relax_slurm.control.restarts import Restarts, end_process
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.control.slurm_site import Site, SlurmSite
 from relax_slurm.control.steps import StepRunner
@@ -45,39 +45,11 @@ COORDINATOR_UP_SECONDS = 120.0
 """Python and its packages may come from a slow shared file system."""
 GATEWAY_RESTARTS = 5
 STEP_RESTARTS = 3
-SETTLED_SECONDS = 600.0
-"""A child that lived as long as this is not in a crash loop: its restarts are counted from zero again."""
-RESTART_PAUSE_SECONDS = (0.2, 5.0)
 TELL_SECONDS = 30.0
 STOP_SECONDS = 10.0
 LEAVING_SECONDS = 3.0
 GRACE_SECONDS = 30.0
 """What a sidecar gets between being asked and being made to end: it ends its engines first."""
-
-
-class Restarts:
-    """How often something may be started again, and how long to wait before."""
-
-    def __init__(self, allowed: int) -> None:
-        self._allowed = allowed
-        self._used = 0
-        self._started = time.monotonic()
-
-    @property
-    def last(self) -> bool:
-        """Whether the present start is the last one, if it ends now."""
-        return self._used >= self._allowed and not self._settled
-
-    @property
-    def _settled(self) -> bool:
-        return time.monotonic() - self._started >= SETTLED_SECONDS
-
-    async def again(self) -> None:
-        """Count one restart, and pause longer before each."""
-        self._used = 1 if self._settled else self._used + 1
-        first, longest = RESTART_PAUSE_SECONDS
-        await asyncio.sleep(min(first * 2 ** (self._used - 1), longest))
-        self._started = time.monotonic()
 
 
 class Supervisor:
@@ -180,7 +152,7 @@ class Supervisor:
             try:
                 code = await process.wait()
             finally:
-                await _end(process)
+                await end_process(process)
             self._run_dir.append_event({"event": "gateway_ended", "code": code, "final": restarts.last})
             if restarts.last:
                 break
@@ -244,7 +216,7 @@ class Supervisor:
         """Ask for the end of the run, with signals where no message arrives: a coordinator that hangs is ended."""
         answer = await self._tell("stop", STOP_SECONDS, reason=reason, failed=failed)
         if answer is None and self._coordinator is not None:
-            await _end(self._coordinator, GRACE_SECONDS)
+            await end_process(self._coordinator, GRACE_SECONDS)
 
     def _on_signal(self, number: int) -> None:
         """Slurm's warning, scancel, or the user: an orderly stop. Again = the same stop."""
@@ -277,17 +249,6 @@ class Supervisor:
             outcome = failed_outcome(self._run_dir, error)
             self._run_dir.write_json("outcome.json", outcome)
         return int(outcome["exit_code"])
-
-
-async def _end(process: asyncio.subprocess.Process, seconds: float = 10.0) -> None:
-    """End a child of ours that is still there: asked first."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
-            waiting = asyncio.create_task(process.wait())
-            await asyncio.wait({waiting}, timeout=seconds)
-            waiting.cancel()
 
 
 async def supervise(run_dir: RunDir, backend: Backend) -> int:

@@ -16,7 +16,8 @@ import pytest
 
 from relax_slurm.control import head, logs
 from relax_slurm.control.allocation import FILE
-from relax_slurm.control.head import failed_outcome, head_ports
+from relax_slurm.control.head import failed_outcome
+from relax_slurm.control.head_ports import head_ports
 from relax_slurm.control.managers import Managers
 from relax_slurm.control.run_dir import RunDir, write_atomically
 from relax_slurm.control.worker_args import worker_args

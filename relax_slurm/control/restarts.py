@@ -1,0 +1,48 @@
+"""Children of the head node's processes: how often one is started again, and how one is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+
+SETTLED_SECONDS = 600.0
+"""A child that lived as long as this is not in a crash loop: its restarts are counted from zero again."""
+RESTART_PAUSE_SECONDS = (0.2, 5.0)
+
+
+class Restarts:
+    """How often something may be started again, and how long to wait before."""
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed = allowed
+        self._used = 0
+        self._started = time.monotonic()
+
+    @property
+    def last(self) -> bool:
+        """Whether the present start is the last one, if it ends now."""
+        return self._used >= self._allowed and not self._settled
+
+    @property
+    def _settled(self) -> bool:
+        return time.monotonic() - self._started >= SETTLED_SECONDS
+
+    async def again(self) -> None:
+        """Count one restart, and pause longer before each."""
+        self._used = 1 if self._settled else self._used + 1
+        first, longest = RESTART_PAUSE_SECONDS
+        await asyncio.sleep(min(first * 2 ** (self._used - 1), longest))
+        self._started = time.monotonic()
+
+
+async def end_process(process: asyncio.subprocess.Process, seconds: float = 10.0) -> None:
+    """End a child of ours that is still there: asked first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+            waiting = asyncio.create_task(process.wait())
+            await asyncio.wait({waiting}, timeout=seconds)
+            waiting.cancel()
