@@ -7,12 +7,13 @@ Shape only: whether the roles fit the GPUs is `core.placement`'s business. Secti
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from relax_slurm.config.base import Count, Directive, Name, PathText, Section, Text
+from relax_slurm.config.base import Count, Directive, Name, OptionLine, PathText, Section, Text
 from relax_slurm.config.engine_args import normalise
 from relax_slurm.config.site import (
     ControlConfig,
@@ -67,6 +68,52 @@ class GroupConfig(Section):
         return normalise(value)
 
 
+ROUTER_OWNED = {
+    **dict.fromkeys(("--host", "--port", "--prometheus-host", "--prometheus-port"), "nothing: ports are planned"),
+    **dict.fromkeys(("--worker-urls", "--prefill", "--decode"), "nothing: engines are registered when they are READY"),
+    **dict.fromkeys(("--pd-disaggregation", "--mini-lb"), "groups with worker_type prefill and decode"),
+    **dict.fromkeys(("--disable-retries", "--disable-circuit-breaker"), "nothing: both are always given"),
+    **dict.fromkeys(
+        ("--service-discovery", "--dp-aware", "--enable-igw", "--backend"), "nothing: one model per router"
+    ),
+    **dict.fromkeys(("--api-key", "--control-plane-api-keys"), "nothing: the run's engine key is used"),
+    **dict.fromkeys(("--tls-cert-path", "--tls-key-path"), "nothing: the router speaks plain HTTP to the gateway"),
+    "--policy": "router.policy",
+    "--request-timeout-secs": "gateway.deadline_seconds",
+    "--max-payload-size": "gateway.max_body_mb",
+}
+"""Options of sglang-router that the tool writes itself, and what to use instead."""
+ROUTER_OWNED_FAMILIES = ("--retry-", "--cb-")
+"""Beginnings of options that could switch repeating or breaking on again."""
+
+
+class RouterConfig(Section):
+    """The sglang-router of a model with route_mode SGLANG_ROUTER."""
+
+    policy: Literal["cache_aware", "round_robin", "random", "power_of_two", "manual"] = "cache_aware"
+    """How the router chooses among engines; `manual` keeps requests with the same X-SMG-Routing-Key on one engine."""
+    extra_args: tuple[OptionLine, ...] = ()
+    """Further options of sglang-router, one per entry, such as `--cache-threshold=0.5`. Options that the tool writes
+    are refused."""
+
+    @field_validator("extra_args")
+    @classmethod
+    def _extra_args(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for line in value:
+            if not re.fullmatch(r"--[a-z][a-z0-9-]*(=.*)?", line):
+                raise ValueError(f"entry {line!r} is not an option; write it as --option=value")
+            option = line.partition("=")[0]
+            # The router's parser takes shortened spellings too.
+            owned = next((name for name in ROUTER_OWNED if name.startswith(option)), None)
+            if owned is not None:
+                raise ValueError(
+                    f"entry {line!r} sets {owned}, which the tool writes itself; use {ROUTER_OWNED[owned]}"
+                )
+            if option.startswith(ROUTER_OWNED_FAMILIES):
+                raise ValueError(f"entry {line!r} belongs to retries or the circuit breaker, which stay off; remove it")
+        return value
+
+
 class ModelConfig(Section):
     """One model of a role."""
 
@@ -82,6 +129,8 @@ class ModelConfig(Section):
     """Groups of engines; empty means one regular group."""
     route_mode: Literal["DIRECT", "SGLANG_ROUTER"] | None = None
     """How requests reach the model; null means DIRECT, or SGLANG_ROUTER with prefill and decode groups."""
+    router: RouterConfig = RouterConfig()
+    """The model's sglang-router; only with SGLANG_ROUTER."""
     weight_source: Literal["STATIC", "ACTOR", "DCS"] | None = None
     """Where weights come from; null means ACTOR for rollout and STATIC for the others, which take nothing
     else."""
@@ -113,6 +162,10 @@ class ModelConfig(Section):
     def _one_kind(self) -> ModelConfig:
         if self.external and (self.gpus or self.gpus_per_engine or self.groups or self.engine_args):
             raise ValueError("names external engines and also gpus, gpus_per_engine, groups or engine_args; keep one")
+        disaggregated = any(group.worker_type in {"prefill", "decode"} for group in self.groups)
+        routed = self.route_mode == "SGLANG_ROUTER" or (self.route_mode is None and disaggregated)
+        if not routed and self.router != RouterConfig():
+            raise ValueError("has router settings and no router; add route_mode: SGLANG_ROUTER or remove them")
         return self
 
 
@@ -250,6 +303,7 @@ __all__ = [
     "PortsConfig",
     "RoleConfig",
     "RoleName",
+    "RouterConfig",
     "RoutingConfig",
     "RunConfig",
     "SimConfig",

@@ -287,6 +287,8 @@ class EngineConfig(Section):
     """Window in which restarts are counted."""
     python: Text | None = None
     """Python interpreter that has SGLang on the compute nodes; null takes the one that runs the sidecar."""
+    router_python: Text | None = None
+    """Python interpreter that has sglang-router on the head node; null takes `python`, or the one that runs us."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the engines, on top of those of the node."""
     sim: SimConfig = SimConfig()

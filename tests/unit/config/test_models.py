@@ -212,3 +212,33 @@ def test_all_problems_are_in_the_detail() -> None:
 def test_schema_has_no_key_without_a_default_but_the_four_needed() -> None:
     needed = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
     assert needed == ["name", "placement", "pools", "roles"]
+
+
+def routed(**router: Any) -> dict[str, Any]:
+    model = {"model_path": "p", "gpus": 2, "route_mode": "SGLANG_ROUTER", "router": router}
+    return {"rollout": {"pool": "main", "models": {"policy": model}}}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--port=1", "--port"),
+        ("--po=1", "--port"),
+        ("--policy=random", "router.policy"),
+        ("--prometheus-port=29000", "--prometheus-port"),
+        ("--retry-max-retries=3", "stay off"),
+        ("--cb-failure-threshold=3", "stay off"),
+        ("--api-key=x", "engine key"),
+        ("policy random", "not an option"),
+    ],
+)
+def test_router_options_that_the_tool_writes_are_refused(line: str, words: str) -> None:
+    assert words in refusal(roles=routed(extra_args=[line]))
+
+
+def test_router_settings_need_a_router() -> None:
+    made = from_mapping(run(roles=routed(policy="manual", extra_args=["--cache-threshold=0.5"])))
+    assert made.roles["rollout"].models["policy"].router.policy == "manual"
+    roles = routed(policy="manual")
+    del roles["rollout"]["models"]["policy"]["route_mode"]
+    assert "no router" in refusal(roles=roles)
