@@ -10,7 +10,7 @@ from relax_slurm.control.refusals import UnknownRole
 from relax_slurm.core.discovery import to_json
 from relax_slurm.core.plan import Role, RolePlan
 from relax_slurm.core.registry import Registry
-from relax_slurm.core.snapshot import EngineEntry, ModelEntry, Policy, RoutingSpec
+from relax_slurm.core.snapshot import EngineEntry, ModelEntry, Policy, ReplicaState, RoutingSpec
 from relax_slurm.core.update import Update
 from relax_slurm.wire.server import ControlServer
 
@@ -34,9 +34,14 @@ class Publisher:
         )
         self._queue(self.registry.publish(role.role, routing, models))
 
-    def publish_engine(self, role: Role, model: str, engine: EngineEntry) -> None:
-        """Publish one replica of a role that was published before."""
-        self._queue(self.registry.publish_engine(role, model, engine))
+    def publish_engine(self, role: Role, model: str, engine: EngineEntry, state: ReplicaState | None = None) -> None:
+        """Publish one replica of a role that was published before; `state` is the model's, where the rule for it
+        does not apply."""
+        self._queue(self.registry.publish_engine(role, model, engine, state))
+
+    def publish_head(self, role: Role, model: str, *, router_url: str | None, state: ReplicaState) -> None:
+        """Publish a routed model's URL and state."""
+        self._queue(self.registry.publish_head(role, model, router_url=router_url, state=state))
 
     def snapshot(self, role_name: str) -> dict[str, Any]:
         """The role's schema 2 document; `UnknownRole` when it is not published (yet)."""

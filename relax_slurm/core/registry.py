@@ -17,6 +17,7 @@ from relax_slurm.core.snapshot import (
     ReplicaState,
     RoleSnapshot,
     RoutingSpec,
+    check_model_head,
     check_snapshot,
     model_state,
 )
@@ -91,6 +92,21 @@ class Registry:
         head = {} if before.state is state else {model: replace(after, engines=())}
         moved = {} if known else {model: (engine,)}
         return Update(role, self.epoch, old.revision, new.revision, None, head, moved)
+
+    def publish_head(self, role: Role, model: str, *, router_url: str | None, state: ReplicaState) -> Update | None:
+        """Change what a routed model says of itself; its engines stay. KeyError before the first publication.
+
+        What a reader would refuse raises DiscoveryInvalid and changes nothing.
+        """
+        old = self._snapshots[role]
+        before = old.models[model]
+        if (before.router_url, before.state) == (router_url, state):
+            return None
+        after = replace(before, router_url=router_url, state=state)
+        check_model_head(role, after)
+        new = replace(old, revision=old.revision + 1, models={**old.models, model: after})
+        self._snapshots[role] = new
+        return Update(role, self.epoch, old.revision, new.revision, None, {model: replace(after, engines=())}, {})
 
 
 def _at(model: ModelEntry, engine: EngineEntry) -> slice:

@@ -271,3 +271,26 @@ def test_the_queue_is_bounded() -> None:
     assert state.counters.overflowed == 6
     assert state.counters.resyncs == 1
     assert state.on_update(Update(Role.TEACHER, "e", 0, 1), 0.0) is Action.DROPPED
+
+
+def test_a_routed_model_changes_by_its_head() -> None:
+    registry = Registry("e1")
+    routed = replace(
+        model("m", engine("m", 0, ReplicaState.STARTING), state=ReplicaState.STARTING),
+        route_mode=RouteMode.SGLANG_ROUTER,
+    )
+    registry.publish(Role.ROLLOUT, RoutingSpec("m"), [routed])
+    before = registry.snapshot(Role.ROLLOUT)
+    assert before is not None
+    up = registry.publish_engine(Role.ROLLOUT, "m", engine("m", 0), ReplicaState.STARTING)
+    url = registry.publish_head(Role.ROLLOUT, "m", router_url="http://head:1", state=READY)
+    assert up is not None
+    assert url is not None
+    assert registry.publish_head(Role.ROLLOUT, "m", router_url="http://head:1", state=READY) is None
+    with pytest.raises(DiscoveryInvalid):
+        registry.publish_head(Role.ROLLOUT, "m", router_url="http://u:p@head:1", state=READY)
+    after = registry.snapshot(Role.ROLLOUT)
+    assert after is not None
+    assert apply(apply(before, over_the_wire(up)), over_the_wire(url)) == after
+    assert after.ready
+    assert after.models["m"].engines == (engine("m", 0),)
