@@ -16,6 +16,7 @@ from uuid import uuid4
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control.allocation import Allocation
 from relax_slurm.control.event_log import EventLog
+from relax_slurm.control.head_ports import head_ports
 from relax_slurm.control.inbox import Inbox
 from relax_slurm.control.links import NodeLink, NodeLinks
 from relax_slurm.control.manager import Hooks, InferenceManager
@@ -29,10 +30,12 @@ from relax_slurm.control.refusals import (
     StaleIncarnation,
     UnknownNode,
 )
+from relax_slurm.control.router_program import RouterProgram
+from relax_slurm.control.routers import ModelRouter, Routers
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.core.binding import BoundPlan
 from relax_slurm.core.evidence import StepProof
-from relax_slurm.core.plan import InferencePlacementPlan
+from relax_slurm.core.plan import InferencePlacementPlan, RouteMode
 from relax_slurm.core.registry import Registry
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import Evidence
@@ -68,6 +71,7 @@ class Coordinator:
         self.run = Run()
         self.bound: BoundPlan | None = None
         self.managers = Managers()
+        self.routers = Routers()
         self.stop_reason: str | None = None
         self.stop_wanted = asyncio.Event()
         self.nodes_changed = asyncio.Event()
@@ -268,11 +272,52 @@ class Coordinator:
     def publish_all(self) -> None:
         """Publish every role of the plan as it stands."""
         for role in self.plan.roles:
-            self.publisher.publish_role(role, [self.managers[role.role, model.name].entry() for model in role.models])
+            entries = []
+            for model in role.models:
+                router = self.routers.of(role.role, model.name)
+                entries.append(self.managers[role.role, model.name].entry(router.url if router is not None else None))
+            self.publisher.publish_role(role, entries)
 
     def _publish_replica(self, manager: InferenceManager, replica: Replica) -> None:
+        role, name = manager.model.role, manager.model.name
+        router = self.routers.of(role, name)
+        state = None
+        if router is not None:
+            # First: when this was the last engine, the URL is gone before the engine is.
+            worker = manager.router_worker(replica)
+            if worker is None:
+                router.unwant(replica.engine_id)
+            else:
+                router.want(worker)
+            state = manager.shown_state(router.url)
         if manager.is_public(replica.engine_id):
-            self.publisher.publish_engine(manager.model.role, manager.model.name, replica.published())
+            self.publisher.publish_engine(role, name, replica.published(), state)
+        elif router is not None and state is not None:
+            self.publisher.publish_head(role, name, router_url=router.url, state=state)
+
+    def start_routers(self) -> None:
+        """Start the router of every model that has one. Call when the managers are there."""
+        window = self.plan.ports
+        programs = {
+            (model.role, model.name): RouterProgram.of(
+                model,
+                self.config,
+                host=self.allocation.head_address,
+                ports=head_ports(window.first, window.last),
+                logs=self.run_dir.logs,
+                key=self.run_dir.engine_key_file.read_text().strip(),
+            )
+            for role in self.plan.roles
+            for model in role.models
+            if model.route_mode is RouteMode.SGLANG_ROUTER
+        }
+        if programs:
+            self.routers.start(programs, record=self.record, changed=self._on_router, spawn=self.spawn)
+
+    def _on_router(self, router: ModelRouter) -> None:
+        if self.registry.snapshot(router.role) is not None:
+            state = self.managers[router.role, router.model].shown_state(router.url)
+            self.publisher.publish_head(router.role, router.model, router_url=router.url, state=state)
 
     async def _pulse(self) -> None:
         """Heartbeats on discovery."""
@@ -298,11 +343,11 @@ class Coordinator:
         """Let every manager go on with what had to wait, and tell the run whether everything is there."""
         for manager in self.managers.values():
             manager.tick()
-        complete = all(manager.complete for manager in self.managers.values())
+        complete = self.routers.complete and all(manager.complete for manager in self.managers.values())
         if complete and self.run.state is RunState.DEGRADED:
             self.advance(RunEvent.ALL_READY)
         elif not complete and self.run.state is RunState.READY:
-            self.advance(RunEvent.PART_LOST, "a replica is missing")
+            self.advance(RunEvent.PART_LOST, "a replica or a router is missing")
 
     @property
     def registry(self) -> Registry:

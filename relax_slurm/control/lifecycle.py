@@ -73,6 +73,7 @@ async def _bring_up(coordinator: Coordinator) -> None:
     coordinator.advance(RunEvent.ALL_REPORTED)
     _bind(coordinator)
     coordinator.advance(RunEvent.BOUND)
+    coordinator.start_routers()
     coordinator.publish_all()
     for phase in sorted({role.phase for role in coordinator.plan.roles}):
         roles = [role for role in coordinator.plan.roles if role.phase == phase]
@@ -81,6 +82,9 @@ async def _bring_up(coordinator: Coordinator) -> None:
         if coordinator.plan.mode is Mode.DEFER:
             # The next phase uses the same cards: they must be proven free first.
             await _all(manager.offload() for manager in managers)
+    seconds = coordinator.config.engine.startup_seconds
+    # Sleeping engines are registered when their lease wakes them.
+    await coordinator.routers.settle(seconds, engines=coordinator.plan.mode is not Mode.DEFER)
     for manager in coordinator.managers.values():
         manager.serve(rebuild=coordinator.plan.mode is not Mode.DEFER)
 
@@ -152,6 +156,7 @@ async def _end(coordinator: Coordinator) -> list[Replica]:
     """Stop replicas, then sidecars. Answers the replicas whose end is not proven."""
     reason = coordinator.stop_reason or coordinator.run.reason or "the run ends"
     await asyncio.gather(*(manager.stop(reason) for manager in coordinator.managers.values()))
+    await coordinator.routers.stop()
     nodes = [link.name for link in coordinator.links.nodes.values() if link.report is not None and not link.lost]
     await asyncio.gather(*(_shutdown_node(coordinator, node) for node in nodes))
     return [replica for manager in coordinator.managers.values() for replica in manager.unproven()]

@@ -18,8 +18,9 @@ from typing import Any
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control.dispatch import Dispatch, Slot
 from relax_slurm.control.links import NodeLinks
+from relax_slurm.control.router_api import RouterWorker
 from relax_slurm.core.binding import BoundPlan
-from relax_slurm.core.plan import ModelPlan, WeightSource, WorkerType
+from relax_slurm.core.plan import ModelPlan, RouteMode, WeightSource, WorkerType
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import (
     Command,
@@ -30,7 +31,7 @@ from relax_slurm.core.replica_events import (
     IllegalEvent,
     State,
 )
-from relax_slurm.core.snapshot import ModelEntry, model_state
+from relax_slurm.core.snapshot import ModelEntry, ReplicaState, model_state
 from relax_slurm.errors import EngineFailed, RecoveryRequired, RelaxError, StartupFailed
 from relax_slurm.wire.messages import WorkerState, WorkerStatus
 
@@ -107,7 +108,7 @@ class InferenceManager:
         """All replicas, in the plan's order."""
         return [slot.replica for slot in self._slots.values()]
 
-    def entry(self) -> ModelEntry:
+    def entry(self, router_url: str | None = None) -> ModelEntry:
         """The model as discovery shows it; prefill and decode workers stay inside."""
         published = [
             slot.replica.published() for slot in self._slots.values() if slot.plan.worker_type is WorkerType.REGULAR
@@ -115,14 +116,32 @@ class InferenceManager:
         static = self.model.weight_source is WeightSource.STATIC
         return ModelEntry(
             name=self.model.name,
-            state=model_state(engine.state for engine in published),
+            state=self.shown_state(router_url),
             route_mode=self.model.route_mode,
-            router_url=None,
+            router_url=router_url,
             weight_source=self.model.weight_source,
             weight_version=None if static else "0",
             served_model_name=self.model.served_model_name,
             engines=tuple(sorted(published, key=lambda engine: engine.engine_id)),
         )
+
+    def shown_state(self, router_url: str | None) -> ReplicaState:
+        """The model's state. Behind a router it is READY while the router's URL is published, and not otherwise."""
+        routed = self.model.route_mode is RouteMode.SGLANG_ROUTER
+        if routed and router_url is not None:
+            return ReplicaState.READY
+        state = model_state(slot.replica.published().state for slot in self._slots.values())
+        return ReplicaState.STARTING if routed and state is ReplicaState.READY else state
+
+    def router_worker(self, replica: Replica) -> RouterWorker | None:
+        """The replica as its router shall know it; None while it must not get requests."""
+        shown = replica.published()
+        if not shown.routable or shown.base_url is None:
+            return None
+        slot = self._slots[replica.engine_id]
+        kind = slot.plan.worker_type
+        port = slot.bindings[0].ports.bootstrap if kind is WorkerType.PREFILL else None
+        return RouterWorker(replica.engine_id, shown.base_url, shown.generation, kind, port)
 
     def is_public(self, replica_id: str) -> bool:
         """Whether discovery may show the replica."""

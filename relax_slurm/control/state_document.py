@@ -53,6 +53,16 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
             for manager in coordinator.managers.values()
             for replica in manager.replicas
         ],
+        "routers": [
+            {
+                "role": str(router.role),
+                "model": router.model,
+                "url": router.url,
+                "pid": router.pid,
+                "workers": router.registered,
+            }
+            for router in coordinator.routers.all
+        ],
         "wire": {
             "garbage": coordinator.server.counters.garbage,
             "denied": coordinator.server.counters.denied,

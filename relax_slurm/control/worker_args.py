@@ -6,7 +6,7 @@ from typing import Any
 
 from relax_slurm.config.models import RunConfig
 from relax_slurm.core.binding import BoundPlan
-from relax_slurm.core.plan import ModelPlan, ReplicaPlan
+from relax_slurm.core.plan import ModelPlan, ReplicaPlan, WorkerType
 
 LOOPBACK = "127.0.0.1"
 
@@ -25,11 +25,13 @@ def worker_args(
     """What the sidecar needs to start worker `rank` of a replica (fields of `sidecars.worker.WorkerSpec`).
 
     An engine on one node listens on loopback, so that only its guard can reach it; the head of a replica over several
-    nodes must be reachable by its peers.
+    nodes must be reachable by its peers, and so must a prefill engine by the decode engines: its bootstrap server
+    listens where its HTTP server does.
     """
     worker = replica.workers[rank]
     binding = bound.worker_binding(worker)
     rendezvous_host, rendezvous_port = bound.rendezvous(replica)
+    paired = replica.worker_type in (WorkerType.PREFILL, WorkerType.DECODE)
     alone = len(replica.workers) == 1
     engine = config.engine
     spec = {
@@ -40,7 +42,7 @@ def worker_args(
         "program": engine.program,
         "model_path": model.model_path,
         "served_model_name": model.served_model_name,
-        "host": LOOPBACK if alone else binding.address,
+        "host": LOOPBACK if alone and not paired else binding.address,
         "ports": {
             "http": binding.ports.http,
             "nccl": binding.ports.nccl,

@@ -14,7 +14,7 @@ from relax_slurm.core.placement_errors import ExternalBesideManaged, ExternalSha
 from relax_slurm.core.placement_job import components, job_shape
 from relax_slurm.core.placement_layout import check_pools, layout, training_plan
 from relax_slurm.core.placement_replicas import role_plan
-from relax_slurm.core.plan import PLAN_VERSION, InferencePlacementPlan, Mode, Role, RouteMode
+from relax_slurm.core.plan import PLAN_VERSION, InferencePlacementPlan, Mode, Role
 from relax_slurm.core.ports import NodePorts, window
 from relax_slurm.errors import NotBuilt
 
@@ -59,10 +59,9 @@ def not_built(plan: InferencePlacementPlan) -> tuple[str, ...]:
     for role in plan.roles:
         for model in role.models:
             key = f"roles.{role.role}.models.{model.name}"
-            if any(replica.worker_type in DISAGGREGATED for replica in model.replicas):
-                missing.append(f"{key}: prefill/decode disaggregation needs the router (row E7), which is not built")
-            elif model.route_mode is RouteMode.SGLANG_ROUTER:
-                missing.append(f"{key}: route_mode SGLANG_ROUTER needs the router (row E7), which is not built")
+            paired = any(replica.worker_type in DISAGGREGATED for replica in model.replicas)
+            if paired and plan.engine == "sglang":
+                missing.append(f"{key}: prefill/decode disaggregation of SGLang engines (row E7) is not built")
     return tuple(missing)
 
 
@@ -70,7 +69,7 @@ def require_built(plan: InferencePlacementPlan) -> None:
     """Raises `NotBuilt` when the plan can be shown but not launched."""
     missing = not_built(plan)
     if missing:
-        raise NotBuilt(f"{missing[0]} in this version; use route_mode DIRECT and regular groups")
+        raise NotBuilt(f"{missing[0]} in this version; use regular groups")
 
 
 def _check_external(config: RunConfig) -> None:

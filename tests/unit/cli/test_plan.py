@@ -70,8 +70,9 @@ def test_long_lists_are_cut_and_can_be_had(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_what_launch_would_refuse_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    flag = "--set=roles.rollout.models.policy.route_mode=SGLANG_ROUTER"
-    assert verb.run(arguments(str(ROOT / "configs" / "decoupled.yaml"), flag)) == 0
+    groups = "[{worker_type: prefill, gpus: 8}, {worker_type: decode, gpus: 8}]"
+    flags = (f"--set=roles.rollout.models.policy.groups={groups}", "--set=engine.program=sglang")
+    assert verb.run(arguments(str(ROOT / "configs" / "decoupled.yaml"), *flags)) == 0
     assert "launch refuses this plan:" in capsys.readouterr().out
 
 
