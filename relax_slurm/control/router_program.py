@@ -122,8 +122,9 @@ class RouterProgram:
         """Two ports that are free now: for requests and for metrics. `StartupFailed` when there are none."""
         used = set(taken)
         found: list[int] = []
-        for host in (self.host, METRICS_HOST):
-            free = (port for port in self.ports if port not in used and is_free(host, port))
+        # The listener for requests may take a port on which old connections linger; the one for metrics may not.
+        for host, lingering in ((self.host, True), (METRICS_HOST, False)):
+            free = (port for port in self.ports if port not in used and is_free(host, port, lingering=lingering))
             port = next(free, None)
             if port is None:
                 raise StartupFailed(
@@ -140,11 +141,11 @@ def is_disaggregated(model: ModelPlan) -> bool:
     return any(replica.worker_type in {WorkerType.PREFILL, WorkerType.DECODE} for replica in model.replicas)
 
 
-def is_free(host: str, port: int) -> bool:
-    """Whether one could listen there now, with the options that the router uses."""
+def is_free(host: str, port: int, *, lingering: bool) -> bool:
+    """Whether one could listen there now; with `lingering` also where ended connections are remembered."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(lingering))
         try:
             probe.bind((host, port))
         except OSError:

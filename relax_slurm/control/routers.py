@@ -82,6 +82,8 @@ class ModelRouter:
         self._work = asyncio.Event()
         self._settled = asyncio.Event()
         self._before: tuple[int, int] | None = None
+        self._spoilt: set[int] = set()
+        """Ports with which a process ended before it answered: somebody else may have been quicker."""
         self._ready = False
         self._base_url = ""
 
@@ -153,8 +155,11 @@ class ModelRouter:
             try:
                 reason = await self._life(process, url_of(self._program.host, ports[0]))
             finally:
+                answered = self.answers
                 self._down()
                 await end_process(process)
+            if not answered:
+                self._spoilt.update(ports)
             code = process.returncode
             self._record("router_ended", role=self.role, model=self.model, code=code, reason=reason)
             log.warning("router of %s ended with code %s: %s", self.model, code, reason or "by itself")
@@ -171,7 +176,10 @@ class ModelRouter:
         """Those of the process before, if they are still free: a client that kept the URL finds it again."""
         earlier, self._before = self._before, None
         self._taken.difference_update(earlier or ())
-        self._before = self._program.choose_ports(self._taken)
+        try:
+            self._before = self._program.choose_ports(self._taken | self._spoilt)
+        except StartupFailed:
+            self._before = self._program.choose_ports(self._taken)
         self._taken.update(self._before)
         return self._before
 

@@ -109,11 +109,14 @@ class FakeProgram:
         self.disaggregated = disaggregated
         self.routers: list[FakeRouter] = []
         self.processes: list[FakeProcess] = []
+        self.asked: list[set[int]] = []
+        """Ports that were not to be chosen, start by start."""
         self._code = code
         self._server: HttpServer | None = None
 
     def choose_ports(self, taken: set[int]) -> tuple[int, int]:
         """Part of RouterProgram; the port is known once the server listens."""
+        self.asked.append(set(taken))
         return 0, 0
 
     async def start(self, port: int, metrics_port: int) -> FakeProcess:

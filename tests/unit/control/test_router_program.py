@@ -47,7 +47,7 @@ def test_a_port_that_is_taken_or_promised_is_left_out(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert not is_free("127.0.0.1", port)
+        assert not is_free("127.0.0.1", port, lingering=True)
         with pytest.raises(StartupFailed, match=f"no free port on 127.0.0.1 .*{port}-{port}"):
             program(tmp_path, ports=(port,)).choose_ports(())
     with socket.socket() as one, socket.socket() as two:
@@ -89,3 +89,14 @@ def test_the_program_of_a_model(tmp_path: Path) -> None:
     assert made.log == tmp_path / "head_router_m.log"
     assert url_of("::1", 5) == "http://[::1]:5"
     assert url_of("node", 5) == "http://node:5"
+
+
+def test_metrics_do_not_go_where_ended_connections_linger() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            served, _ = server.accept()
+            served.close()  # the side that ends it first remembers it
+            assert client.recv(1) == b""
+    assert is_free("127.0.0.1", port, lingering=True)
+    assert not is_free("127.0.0.1", port, lingering=False)

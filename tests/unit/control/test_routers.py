@@ -214,6 +214,7 @@ def test_a_router_that_cannot_be_kept_is_an_error(
         with pytest.raises(error, match="sglang-router" if error is StartupFailed else "ended 6 times"):
             await made.router.run()
         assert len(made.program.processes) == (1 if error is StartupFailed else 6)
+        assert made.program.asked == [set(), *({0} for _ in made.program.processes[1:])]
         await made.upstream.close()
 
     run(scenario)
