@@ -118,8 +118,8 @@ class HostedWorker:
         spec = WorkerSpec.from_wire({**body, "log_path": str(log_path)})
         spec = replace(
             spec,
-            api_key=secrets.token_urlsafe(24),
-            admin_key=secrets.token_urlsafe(24),
+            api_key=secrets.token_hex(24),  # a leading "-" would be taken for an option
+            admin_key=secrets.token_hex(24),
             run_tag=settings.run_tag,
             env={**spec.env, NODE_TAG: settings.node},  # what a later sidecar of this node finds it by
             sim={**spec.sim, "ledger": str(settings.ledger), "node": settings.node},
