@@ -19,7 +19,6 @@ from relax_slurm.control.backends import BackendKind, backend_for, choose
 from relax_slurm.control.prepare import prepare
 from relax_slurm.control.run_dir import RunDir, find, launch_lock, runs_root
 from relax_slurm.core.placement import plan as make_plan
-from relax_slurm.core.placement import require_built
 from relax_slurm.errors import ConfigError, RelaxError
 from relax_slurm.slurm.backend import Backend
 from relax_slurm.slurm.job import JobRef
@@ -52,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
     overrides = [*args.set, *(["control.allow_unverified=true"] if args.allow_unverified else [])]
     config = load(args.config, overrides)
     plan = make_plan(config, ephemeral=ephemeral_range())
-    require_built(plan)
     kind = choose(args.backend, os.environ)
     root = runs_root(config.runs_root, os.environ)
     progress = Progress(sys.stderr)

@@ -17,7 +17,6 @@ from relax_slurm.cli.picture import picture
 from relax_slurm.config.load import load
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control.run_dir import runs_root
-from relax_slurm.core.placement import not_built
 from relax_slurm.core.placement import plan as make_plan
 from relax_slurm.core.placement_commands import PlannedCommand, planned_commands
 from relax_slurm.core.placement_json import to_value
@@ -75,7 +74,6 @@ def document(config: RunConfig, plan: InferencePlacementPlan, script: str) -> di
         "picture": picture(plan),
         "script": script,
         "engines": [asdict(command) for command in planned_commands(plan)],
-        "not_built": list(not_built(plan)),
     }
 
 
@@ -98,9 +96,6 @@ def text(
         _section("engine command lines", _commands(config, plan, commands, limit)),
         _section("sbatch script (the attempt's number and mark are set at launch)", script.rstrip().splitlines()),
     ]
-    missing = not_built(plan)
-    if missing:
-        parts.append(_section("launch refuses this plan", list(missing)))
     return "\n\n".join(parts) + "\n"
 
 

@@ -61,6 +61,10 @@ class RouterApi:
         self._key = key
         self._upstream = upstream
 
+    async def alive(self) -> None:
+        """Returns when it answers at all; with no engine registered there is nothing else to ask."""
+        await self._send("GET", "/liveness")
+
     async def ready(self) -> bool:
         """Whether it would take requests: 503 while no engine is healthy (with prefill and decode, one of each)."""
         return (await self._send("GET", "/readiness")).status == 200

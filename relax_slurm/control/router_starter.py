@@ -26,13 +26,16 @@ def main() -> None:
         sys.exit("router_starter: the parent was gone before the router could be tied to it")
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry != here]  # our file names must not hide other packages
+    # Where sglang is installed too, the router's Python part would import all of it, torch included, for a tracing
+    # helper that it can do without: twenty seconds, and not possible on every head node.
+    sys.modules["sglang"] = None  # type: ignore[assignment]
     try:
         launcher = importlib.import_module("sglang_router.launch_router")
     except ImportError as error:
         sys.stderr.write(f"router_starter: {sys.executable} has no sglang_router: {error}\n")
         sys.exit(NOT_INSTALLED)
     key = os.environ.pop(KEY_VARIABLE)
-    launcher.launch_router(launcher.parse_router_args([*arguments, "--api-key", key]))
+    launcher.launch_router(launcher.parse_router_args([*arguments, f"--api-key={key}"]))
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ class ModelRouter:
             self._work.clear()
             try:
                 await self._pass(api)
-                self._ready = await api.ready()
+                self._ready = await self._is_ready(api)
                 failures = 0
             except RelaxError as error:
                 failures += 1
@@ -232,17 +232,25 @@ class ModelRouter:
             self._settled.set()
             busy = self.registered.keys() != self._wanted.keys() or len(self._known) > len(self._wanted)
             try:
-                async with asyncio.timeout(PASS_SECONDS if busy or not self._ready else LOOK_SECONDS):
+                async with asyncio.timeout(
+                    PASS_SECONDS if busy or (self._wanted and not self._ready) else LOOK_SECONDS
+                ):
                     await self._work.wait()
             except TimeoutError:
                 continue
+
+    async def _is_ready(self, api: RouterApi) -> bool:
+        if self.registered:
+            return await api.ready()
+        await api.alive()  # it would answer 503 and write an error into its log, look by look
+        return False
 
     async def _come_up(self, api: RouterApi) -> None:
         self._ready = False
         deadline = asyncio.get_running_loop().time() + UP_SECONDS
         while not self.answers:
             try:
-                await api.ready()
+                await api.alive()
                 self.answers = True
             except RelaxError as error:
                 if asyncio.get_running_loop().time() >= deadline:

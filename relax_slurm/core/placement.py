@@ -9,7 +9,7 @@ Pure: the same config and the same ephemeral range give the same plan. The rules
 from __future__ import annotations
 
 from relax_slurm.config.models import ROLE_ORDER, RunConfig
-from relax_slurm.core.placement_budget import DISAGGREGATED, role_budget
+from relax_slurm.core.placement_budget import role_budget
 from relax_slurm.core.placement_errors import ExternalBesideManaged, ExternalShared
 from relax_slurm.core.placement_job import components, job_shape
 from relax_slurm.core.placement_layout import check_pools, layout, training_plan
@@ -50,26 +50,6 @@ def plan(config: RunConfig, *, ephemeral: tuple[int, int] | None = None) -> Infe
         ports=window(ports, config.ports.first, config.ports.last, ephemeral),
         engine=config.engine.program,
     )
-
-
-def not_built(plan: InferencePlacementPlan) -> tuple[str, ...]:
-    """What the plan asks for and this version cannot start, one sentence each; empty when all of it can
-    start."""
-    missing = []
-    for role in plan.roles:
-        for model in role.models:
-            key = f"roles.{role.role}.models.{model.name}"
-            paired = any(replica.worker_type in DISAGGREGATED for replica in model.replicas)
-            if paired and plan.engine == "sglang":
-                missing.append(f"{key}: prefill/decode disaggregation of SGLang engines (row E7) is not built")
-    return tuple(missing)
-
-
-def require_built(plan: InferencePlacementPlan) -> None:
-    """Raises `NotBuilt` when the plan can be shown but not launched."""
-    missing = not_built(plan)
-    if missing:
-        raise NotBuilt(f"{missing[0]} in this version; use regular groups")
 
 
 def _check_external(config: RunConfig) -> None:

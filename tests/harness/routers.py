@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+IMPORT = "import sys; sys.modules['sglang'] = None; import sglang_router.launch_router"
+"""As the starter does it."""
+
 
 @cache
 def router_python() -> str | None:
@@ -17,7 +20,7 @@ def router_python() -> str | None:
     cached = Path.home() / ".cache" / "relax-slurm"
     candidates = [named] if named else [str(path) for path in sorted(cached.glob("real-*/venv/bin/python"))]
     for python in candidates:
-        asked = subprocess.run([python, "-c", "import sglang_router.launch_router"], capture_output=True, check=False)
+        asked = subprocess.run([python, "-c", IMPORT], capture_output=True, check=False)
         if asked.returncode == 0:
             return python
     return None

@@ -40,6 +40,9 @@ class FakeRouter:
         if request.path == "/readiness":
             exchange.respond_json(200 if self.serves else 503, {})
             return
+        if request.path == "/liveness":
+            exchange.respond_json(200, {})
+            return
         assert request.headers.get(b"authorization") == b"Bearer " + KEY.encode()
         worker_id = request.path.removeprefix("/workers").removeprefix("/")
         if request.method == "POST":

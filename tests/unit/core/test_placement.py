@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relax_slurm.config.load import from_mapping, load
-from relax_slurm.core.placement import not_built, plan, require_built
+from relax_slurm.core.placement import plan
 from relax_slurm.core.plan import InferencePlacementPlan, Mode, Role, RouteMode, WeightSource, WorkerType
 from relax_slurm.errors import NotBuilt
 
@@ -39,8 +39,6 @@ def test_shipped_configs_plan_fit_four_nodes_and_can_be_launched(path: Path) -> 
     assert all(component.gpus_per_node <= 8 for component in made.components)
     assert {entry.role for entry in made.roles} == set(Role)
     assert made.engine == "sim"
-    assert not_built(made) == ()
-    require_built(made)
 
 
 def test_decoupled_is_a_heterogeneous_job_with_a_component_per_pool() -> None:
@@ -140,7 +138,7 @@ def test_defaults_of_models_by_role() -> None:
         made.model_placement(Role.GENRM, "nope")
 
 
-def test_disaggregated_groups_are_planned_shown_and_not_launched() -> None:
+def test_disaggregated_groups_are_planned() -> None:
     groups = [
         {"worker_type": "prefill", "gpus": 4, "gpus_per_engine": 2, "engine_args": {"chunked_prefill_size": 1}},
         {"worker_type": "decode", "gpus": 2},
@@ -159,13 +157,6 @@ def test_disaggregated_groups_are_planned_shown_and_not_launched() -> None:
     assert model.replicas[3].workers == ()
     assert model.engine_args_of(model.replicas[1]) == {"chunked_prefill_size": 1, "tp_size": 2}
     assert model.engine_args_of(model.replicas[2]) == {"tp_size": 2}
-    with pytest.raises(NotBuilt, match=r"roles\.rollout\.models\.m: .*row E7"):
-        require_built(made)
-
-
-def test_a_router_in_front_of_a_regular_model_can_be_launched() -> None:
-    made = make("decoupled", {"a": pool(1, 1)}, {"rollout": role("a", m={"gpus": 1, "route_mode": "SGLANG_ROUTER"})})
-    require_built(made)
 
 
 def test_external_engines_name_their_row() -> None:
