@@ -233,8 +233,10 @@ def _sampling(prefix: str, params: Mapping[str, Any], rules: Rules, shortest: st
         if copies > rules.max_copies:
             raise _wrong(f"{prefix}n", f"is {_short(copies)}", f"at most {rules.max_copies}")
     top_k = params.get("top_k")
-    if isinstance(top_k, int | float) and top_k > MAX_TOP_K:
-        raise _wrong(f"{prefix}top_k", "is larger than 32 bits hold", f"at most {MAX_TOP_K}, or -1 for no limit")
+    if top_k is not None and not isinstance(top_k, int | float):
+        raise _wrong(f"{prefix}top_k", f"is {_kind(top_k)}", "a whole number")
+    if top_k is not None and top_k > MAX_TOP_K:
+        raise _wrong(f"{prefix}top_k", "is more than 32 bits hold", f"at most {MAX_TOP_K}, or -1 for no limit")
     bias = params.get("logit_bias")
     if bias is not None:
         _bias(f"{prefix}logit_bias", bias, rules)

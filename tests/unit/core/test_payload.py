@@ -91,6 +91,7 @@ CHAT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("input_ids ", {**CHAT, "input_ids": "7"}),
     ("n ", {**CHAT, "n": 10**6}),
     ("top_k ", {**CHAT, "top_k": 10**12}),
+    ("top_k ", {**CHAT, "top_k": "1000000000000"}),
     ("logit_bias.512 ", {**CHAT, "logit_bias": {"512": 1}}),
     ("stop_token_ids[0]", {**CHAT, "min_tokens": 2, "stop_token_ids": [512]}),
 ]
