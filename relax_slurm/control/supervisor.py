@@ -27,6 +27,7 @@ from relax_slurm.control import logs
 from relax_slurm.control.allocation import FILE
 from relax_slurm.control.head import failed_outcome
 from relax_slurm.control.local_site import LocalSite
+from relax_slurm.control.restarts import Restarts
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.control.slurm_site import Site, SlurmSite
 from relax_slurm.control.steps import StepRunner
@@ -45,39 +46,11 @@ COORDINATOR_UP_SECONDS = 120.0
 """Python and its packages may come from a slow shared file system."""
 GATEWAY_RESTARTS = 5
 STEP_RESTARTS = 3
-SETTLED_SECONDS = 600.0
-"""A child that lived as long as this is not in a crash loop: its restarts are counted from zero again."""
-RESTART_PAUSE_SECONDS = (0.2, 5.0)
 TELL_SECONDS = 30.0
 STOP_SECONDS = 10.0
 LEAVING_SECONDS = 3.0
 GRACE_SECONDS = 30.0
 """What a sidecar gets between being asked and being made to end: it ends its engines first."""
-
-
-class Restarts:
-    """How often something may be started again, and how long to wait before."""
-
-    def __init__(self, allowed: int) -> None:
-        self._allowed = allowed
-        self._used = 0
-        self._started = time.monotonic()
-
-    @property
-    def last(self) -> bool:
-        """Whether the present start is the last one, if it ends now."""
-        return self._used >= self._allowed and not self._settled
-
-    @property
-    def _settled(self) -> bool:
-        return time.monotonic() - self._started >= SETTLED_SECONDS
-
-    async def again(self) -> None:
-        """Count one restart, and pause longer before each."""
-        self._used = 1 if self._settled else self._used + 1
-        first, longest = RESTART_PAUSE_SECONDS
-        await asyncio.sleep(min(first * 2 ** (self._used - 1), longest))
-        self._started = time.monotonic()
 
 
 class Supervisor:

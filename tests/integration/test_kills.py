@@ -13,7 +13,7 @@ import pytest
 from tests.harness.fixtures import require_slurm
 from tests.harness.launch import LaunchedRun, Site
 from tests.harness.load import load_on
-from tests.harness.sites import FAKE, LOCAL, SLURM, NewRun, SlurmSite, small
+from tests.harness.sites import FAKE, LOCAL, SLURM, NewRun, SlurmSite, own_ports, small
 from tests.harness.slurm_cluster import SlurmCluster
 from tests.harness.slurm_proc import Proc, wait_gone
 from tests.harness.wait import until
@@ -111,7 +111,7 @@ def test_where_cgroups_track_processes_the_end_of_the_step_is_the_proof(new: New
 
 @pytest.mark.parametrize("site", [LOCAL, FAKE], indirect=True)
 def test_a_killed_gateway_comes_back_on_the_same_port(new: NewRun) -> None:
-    run = new(small())
+    run = new(small(ports=own_ports()))
     run.up()
     url, gateway = run.gateway_url, run.gateway()
     with load_on(url, "/rollout/generate", run.token) as load:
