@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,28 +177,40 @@ def test_a_coordinator_that_hangs_is_ended(tmp_path: Path, runs: list[Run], monk
     assert _tied_to(run.process.pid) == []
 
 
-def test_a_gateway_that_cannot_listen_fails_the_run(tmp_path: Path, runs: list[Run]) -> None:
-    import socket
+def test_a_gateway_port_that_is_taken_fails_the_run_before_anything_starts(tmp_path: Path, runs: list[Run]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        run = _supervised(tmp_path, small(gateway={"port": taken.getsockname()[1]}))
+        runs.append(run)
+        assert run.process.wait(60) == 6
+    assert "the gateway found no port" in run.outcome()["error"]["message"]
+    assert run.events("hello") == []
 
+
+def test_a_gateway_that_keeps_dying_fails_the_run(tmp_path: Path, runs: list[Run]) -> None:
+    run = _supervised(tmp_path, small(), lambda run_dir: run_dir.token_file.unlink())
+    runs.append(run)
+    assert run.process.wait(60) in (6, 7)
+    assert "the gateway ended 2 times with code 1" in run.outcome()["error"]["message"]
+    assert _tied_to(run.process.pid) == []
+
+
+def _supervised(tmp_path: Path, config: RunConfig, before: Callable[[RunDir], object] = lambda _: None) -> Run:
+    """A supervisor of its own process that starts a gateway twice at most; `before` may spoil the run directory."""
     program = (
         "import sys; from relax_slurm.control import supervisor as s\n"
         "s.GATEWAY_RESTARTS = 1\n"
         "sys.exit(s.main(sys.argv[1:]))\n"
     )
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        config = small(gateway={"port": taken.getsockname()[1]})
-        run = Run.__new__(Run)
-        run.run_dir, submission = prepare(tmp_path, config, plan_of(config), BackendKind.LOCAL)
-        with (run.run_dir.logs / "head_supervisor.log").open("ab") as log:
-            run.process = subprocess.Popen(
-                [sys.executable, "-c", program, *submission.command[3:]], stdout=log, stderr=log, start_new_session=True
-            )
-        runs.append(run)
-        assert run.process.wait(60) in (6, 7)
-    assert "the gateway ended 2 times with code 6" in run.outcome()["error"]["message"]
-    assert _tied_to(run.process.pid) == []
+    run = Run.__new__(Run)
+    run.run_dir, submission = prepare(tmp_path, config, plan_of(config), BackendKind.LOCAL)
+    before(run.run_dir)
+    with (run.run_dir.logs / "head_supervisor.log").open("ab") as log:
+        run.process = subprocess.Popen(
+            [sys.executable, "-c", program, *submission.command[3:]], stdout=log, stderr=log, start_new_session=True
+        )
+    return run
 
 
 # --- small pieces ---------------------------------------------------------------------------------------------------
