@@ -300,7 +300,8 @@ class AdmissionGuard:
         cancelled = 0
         if self._running:
             try:
-                await asyncio.wait_for(self._idle.wait(), drain_deadline_seconds)
+                async with asyncio.timeout(drain_deadline_seconds):
+                    await self._idle.wait()
             except TimeoutError:
                 cancelled = self.in_flight
                 for call in list(self._running.values()):

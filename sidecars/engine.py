@@ -256,6 +256,11 @@ class SGLangEngine:
             raise self._doubtful(path, tags, excerpt(answer))
         self.tags.update(dict.fromkeys(tags, after))
 
+    def followed(self, state: TagState) -> None:
+        """A follower's memory went where its head's went."""
+        self.tags = dict.fromkeys(Tag, state)
+        self.weights_valid = state is TagState.RESIDENT
+
     def _refuse_unknown(self, what: str) -> None:
         unknown = sorted(tag for tag, state in self.tags.items() if state is TagState.UNKNOWN)
         if unknown:

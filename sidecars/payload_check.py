@@ -66,7 +66,12 @@ def looks(rules: Rules) -> dict[str, Look]:
     copies: Any = Annotated[int, Meta(le=rules.max_copies)]
     absent: Any = type(None)
 
-    sampling = {"n": copies, "top_k": Annotated[int, Meta(le=MAX_TOP_K)], "logit_bias": absent}
+    sampling = {
+        "n": copies,
+        "top_k": Annotated[int, Meta(le=MAX_TOP_K)],
+        "stop_token_ids": list[token],
+        "logit_bias": absent,
+    }
     native = {
         "text": text,
         "input_ids": prompt,
@@ -74,11 +79,11 @@ def looks(rules: Rules) -> dict[str, Look]:
         "logprob_start_len": start,
         "top_logprobs_num": top,
         "token_ids_logprob": list[token],
-        "sampling_params": _struct("Parameters", {**sampling, "min_new_tokens": absent}),
+        "sampling_params": _struct("Parameters", sampling),
         "positional_embed_overrides": absent,
     }
-    completion = {"prompt": text | prompt, "logprobs": top, **sampling, "min_tokens": absent}
-    chat = {"input_ids": prompt, "top_logprobs": top, **sampling, "min_tokens": absent}
+    completion = {"prompt": text | prompt, "logprobs": top, **sampling}
+    chat = {"input_ids": prompt, "top_logprobs": top, **sampling}
     found: dict[str, Look] = {
         "/generate": _either(msgspec.json.Decoder(_struct("Generate", native)).decode),
         "/v1/completions": msgspec.json.Decoder(_struct("Completion", completion)).decode,

@@ -144,6 +144,7 @@ class Tenancy:
         self._freed_fraction = freed_fraction
         self._foreign: dict[int, int] = {}
         self._own: dict[int, int] = {}
+        self._loaded: dict[int, int] = {}
         self._before: dict[int, int] = {}
         self._confirmed = False
         self._open = False
@@ -161,7 +162,8 @@ class Tenancy:
 
     def note_loaded(self) -> None:
         """Remember how much the engine took. Call once it is healthy."""
-        self._own = {gpu: used - self._foreign.get(gpu, 0) for gpu, used in self.measure().items()}
+        self._loaded = self.measure()
+        self._own = {gpu: used - self._foreign.get(gpu, 0) for gpu, used in self._loaded.items()}
 
     def opened(self) -> None:
         """Say that admission was opened by somebody else, for instance after the start."""
@@ -213,6 +215,8 @@ class Tenancy:
 
     async def _offload(self, deadline: float, drain_seconds: float) -> tuple[Result, str]:
         engine = self._engine
+        if not engine.worker.is_head:
+            return await self._follow_release(deadline)
         self._open = False
         await self._guard.close(min(drain_seconds, max(self._left(deadline), 0.0)))
         released = all(state is TagState.RELEASED for state in engine.tags.values())
@@ -227,6 +231,17 @@ class Tenancy:
         await self._until_free(deadline)
         self._confirmed = True
         return Result.RELEASED, "released and measured" if self._before else "released; no GPU to measure"
+
+    async def _follow_release(self, deadline: float) -> tuple[Result, str]:
+        """A follower has no admin HTTP: the head's call reaches it inside the engine, and its cards are the proof."""
+        if self._confirmed:
+            return Result.ALREADY_RELEASED, "the engine was asleep already"
+        self._alive()
+        self._before = dict(self._loaded)
+        await self._until_free(deadline)
+        self._engine.followed(TagState.RELEASED)
+        self._confirmed = True
+        return Result.RELEASED, "measured after the head's release" if self._before else "no GPU to measure"
 
     async def _quieten(self, deadline: float) -> None:
         """Pause, and abort until a flush proves that nothing is left."""
@@ -264,6 +279,11 @@ class Tenancy:
     async def _onload(self, deadline: float, tags: frozenset[Tag], restore: WeightRestore) -> tuple[Result, str]:
         engine = self._engine
         self._alive()
+        if not engine.worker.is_head:
+            # The head's resume returns only when every worker has its memory again.
+            self._confirmed = False
+            engine.followed(TagState.RESIDENT)
+            return Result.READY, "follows its head"
         if self._open and engine.resident == ALL_TAGS and engine.weights_valid:
             return Result.ALREADY_READY, "the engine was ready already"
         self._confirmed = False

@@ -2,6 +2,7 @@
 """What `make quickstart` shows: launch, ask every role over HTTP, look with `top`, stop, prove that nothing is left.
 
     .venv/bin/python tools/quickstart.py            the tour
+    .venv/bin/python tools/quickstart.py --real DIR the tour with SGLang itself, in what tools/real/build.sh made
     .venv/bin/python tools/quickstart.py --stop     end what an interrupted tour may have left
 
 Everything of it lives in `.quickstart/` of the checkout. Whatever goes wrong, what was started is stopped. Processes
@@ -28,7 +29,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "configs" / "quickstart.yaml"
+SIMULATED = ROOT / "configs" / "quickstart.yaml"
+REAL = ROOT / "tools" / "real" / "smollm2.yaml"
 HOME = ROOT / ".quickstart"
 RUNS = HOME / "runs"
 GONE_SECONDS = 5.0
@@ -202,18 +204,69 @@ def interrupt(number: int, _frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def tour() -> None:
+def converse_for_real(gateway: Gateway) -> None:
+    """The same routes with a small real model: it says what it says, so only the shape of the answers is checked."""
+    question = "What is the capital of France?"
+    print("\nPOST /rollout/v1/chat/completions")
+    say("you", question)
+    chat = {"model": "policy", "messages": [{"role": "user", "content": question}], "max_tokens": 24, "temperature": 0}
+    said = gateway.post("/rollout/v1/chat/completions", chat)["choices"][0]["message"]["content"]
+    say("rollout", said)
+
+    print("\nPOST /genrm/generate with messages")
+    task = f"Question: {question}\nAnswer: {said}\nIs the answer right? Say yes or no."
+    say("you", task.replace("\n", " | "))
+    judge = {
+        "messages": [{"role": "user", "content": task}],
+        "sampling_params": {"max_new_tokens": 24, "temperature": 0},
+    }
+    verdict = gateway.post("/genrm/generate", judge)["response"]
+    say("genrm", verdict)
+
+    print("\nPOST /teacher/generate with return_logprob")
+    say("you", f"how likely is {said!r}?")
+    body = {"text": said, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+    tokens = gateway.post("/teacher/generate", body)["meta_info"]["input_token_logprobs"]
+    known = [entry[0] for entry in tokens if entry[0] is not None]
+    say(
+        "teacher",
+        f"{len(known)} log-probs, sum {sum(known):.2f}: {', '.join(f'{value:.2f}' for value in known[:6])}, …",
+    )
+    if not (said and verdict and known and all(value <= 0 for value in known)):
+        raise TourFailed("a role gave an empty answer or positive log-probs; see `relax-slurm logs`")
+
+
+def real_overrides(home: Path) -> list[str]:
+    """What tools/real/smollm2.yaml leaves to the machine."""
+    model = str(home / "models" / "smollm2-135m")
+    values = {
+        "engine.python": str(home / "venv" / "bin" / "python"),
+        "engine.env.PYTHONPATH": str(home / "shim"),
+        "roles.rollout.models.policy.model_path": model,
+        "roles.genrm.models.judge.model_path": model,
+        "roles.teacher.models.math.model_path": model,
+    }
+    return [word for name, value in values.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+
+
+def tour(real: Path | None) -> None:
     """The whole tour; what it started is stopped in any case."""
     began = time.monotonic()
     end_leftovers()
-    print("relax-slurm: three inference roles on two virtual nodes of this machine, with simulated engines.")
-    picture = json.loads(relax("plan", str(CONFIG), "--json"))["picture"]
+    if real is None:
+        config, overrides, ask = str(SIMULATED), [], converse
+        print("relax-slurm: three inference roles on two virtual nodes of this machine, with simulated engines.")
+    else:
+        config, overrides, ask = str(REAL), real_overrides(real), converse_for_real
+        print("relax-slurm: three roles on this machine's CPU, each one SGLang engine with SmolLM2-135M-Instruct.")
+        print("What stands in for a GPU, and what is unproven: docs/real-engine.md. A start takes a minute or two.")
+    picture = json.loads(relax("plan", config, *overrides, "--json"))["picture"]
     print(f"{picture.rstrip()}\n  (of all that `plan` shows; without --json it is text)")
     stopped = False
     try:
-        state = json.loads(relax("launch", str(CONFIG), "--backend", "local", "--json"))
+        state = json.loads(relax("launch", config, "--backend", "local", *overrides, "--json"))
         print(f"gateway {state['gateway_url']}, token in {state['token_file']}")
-        converse(Gateway(state["gateway_url"], Path(state["token_file"]).read_text().strip()))
+        ask(Gateway(state["gateway_url"], Path(state["token_file"]).read_text().strip()))
         print(relax("top", "--once").rstrip())
         print(relax("stop").rstrip())
         stopped = True
@@ -232,6 +285,7 @@ def main() -> int:
     """Exit 0 when everything was as it should be."""
     parser = argparse.ArgumentParser(description="the tour of make quickstart")
     parser.add_argument("--stop", action="store_true", help="end what an interrupted tour left, and nothing else")
+    parser.add_argument("--real", type=Path, metavar="DIR", help="what tools/real/build.sh made: run SGLang itself")
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
@@ -240,7 +294,7 @@ def main() -> int:
             if arguments.stop:
                 end_leftovers()
             else:
-                tour()
+                tour(arguments.real)
     except TourFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

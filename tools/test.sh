@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # make test: every check, one lane after the other, each with its time, and a summary at the end.
 #
-#   LANES="lint unit"   picks some of: lint unit contract integration chaos
+#   LANES="lint unit"   picks some of: lint unit contract integration
 #   REQUIRE=slurm       what would be skipped for want of Slurm is a failure (a list with commas; `engine` for SGLang)
 #   PYTEST_ARGS=...     more words for every pytest
 #
@@ -10,7 +10,7 @@
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null
 
-all_lanes='lint unit contract integration chaos'
+all_lanes='lint unit contract integration'
 lanes=${LANES:-$all_lanes}
 require=" $(tr ',' ' ' <<<"${REQUIRE:-}") "
 results=build/test
@@ -122,7 +122,6 @@ run_lane() {
   unit) run_pytest unit -n 2 -q tests/unit || code=$? ;;
   contract) run_pytest contract -q tests/contract || code=$? ;;
   integration) run_pytest integration -n 2 --dist loadfile -q tests/harness tests/integration || code=$? ;;
-  chaos) run_pytest chaos -q tests/chaos || code=$? ;;
   esac
   if [[ $lane == lint ]]; then
     words=$(tail -n 1 "$results/lint.log")
@@ -141,7 +140,7 @@ run_lane() {
 began=$SECONDS
 for lane in $lanes; do
   case $lane in
-  contract | integration | chaos)
+  contract | integration)
     if ! has_tests "$lane"; then
       note "$lane" none 0 "no tests in tests/$lane"
       continue

@@ -1,7 +1,7 @@
 """Start of the gateway process: discovery by subscription behind `gateway.app.Gateway`.
 
-`python -m relax_slurm.control.gateway_process --run-dir DIR`. It tells the coordinator where it listens, and tells it
-again whenever the coordinator is a new one.
+`python -m relax_slurm.control.gateway_process --run-dir DIR --socket FD`. It tells the coordinator where it listens,
+and tells it again whenever the coordinator is a new one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from relax_slurm.config.load import from_resolved
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control import logs
 from relax_slurm.control.allocation import FILE, Allocation
-from relax_slurm.control.head_ports import head_ports
+from relax_slurm.control.gateway_socket import url_of
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.core.placement_json import from_json
 from relax_slurm.core.plan import InferencePlacementPlan, Role
@@ -42,7 +43,7 @@ STOP_SECONDS = 5.0
 REGISTER_SECONDS = 1.0
 
 
-async def serve(run_dir: RunDir) -> int:
+async def serve(run_dir: RunDir, listener: socket.socket) -> int:
     """The whole life of a gateway; answers its exit code."""
     config = from_resolved((run_dir.path / "config.json").read_text())
     plan = from_json((run_dir.path / "plan.json").read_text())
@@ -62,7 +63,9 @@ async def serve(run_dir: RunDir) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    gateway, url = await _listen(run_dir, config, plan, allocation.head_address, subscriber)
+    gateway = Gateway(subscriber, Upstream(), _settings(run_dir, config, plan))
+    url = url_of(listener, allocation.head_address)
+    await gateway.start(listener)
     log.info("gateway listens on %s", url)
     register = asyncio.create_task(_register(endpoint["control"], keys, url, subscriber))
     try:
@@ -75,39 +78,17 @@ async def serve(run_dir: RunDir) -> int:
     return 0
 
 
-async def _listen(
-    run_dir: RunDir, config: RunConfig, plan: InferencePlacementPlan, head: str, subscriber: DiscoverySubscriber
-) -> tuple[Gateway, str]:
-    """A gateway on the configured port, on the one an earlier gateway of this run had, or on a free one."""
+def _settings(run_dir: RunDir, config: RunConfig, plan: InferencePlacementPlan) -> GatewaySettings:
     wanted = config.gateway
-    host = wanted.host or head
-    earlier = run_dir.read("endpoint.json") or {}
-    before = str(earlier.get("gateway_url") or "").rpartition(":")[2]
-    if wanted.port is not None:
-        ports = [wanted.port]
-    else:
-        ports = head_ports(plan.ports.first, plan.ports.last, [int(before)] if before.isdigit() else [])
-    for port in ports:
-        settings = GatewaySettings(
-            host=host,
-            port=port,
-            token=run_dir.token_file.read_text().strip() if wanted.token else None,
-            engine_key=run_dir.engine_key_file.read_text().strip(),
-            roles=tuple(role.role for role in plan.roles),
-            max_body_bytes=int(wanted.max_body_mb * (1 << 20)),
-            deadline_seconds=wanted.deadline_seconds,
-            staleness_seconds=wanted.staleness_seconds,
-            judges=judges_of(plan),
-        )
-        gateway = Gateway(subscriber, Upstream(), settings)
-        try:
-            await gateway.start()
-        except OSError as error:
-            log.info("port %s: %s", port, error.strerror)
-            continue
-        public = head if host in {"0.0.0.0", "::"} else host
-        return gateway, f"http://[{public}]:{port}" if ":" in public else f"http://{public}:{port}"
-    raise StartupFailed(f"the gateway found no free port on {host} among {ports[0]}..{ports[-1]}; set gateway.port")
+    return GatewaySettings(
+        token=run_dir.token_file.read_text().strip() if wanted.token else None,
+        engine_key=run_dir.engine_key_file.read_text().strip(),
+        roles=tuple(role.role for role in plan.roles),
+        max_body_bytes=int(wanted.max_body_mb * (1 << 20)),
+        deadline_seconds=wanted.deadline_seconds,
+        staleness_seconds=wanted.staleness_seconds,
+        judges=judges_of(plan),
+    )
 
 
 def judges_of(plan: InferencePlacementPlan) -> dict[str, RenderSource | str]:
@@ -141,12 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the supervisor starts it and starts it again when it ends."""
     parser = argparse.ArgumentParser(prog="relax_slurm.control.gateway_process")
     parser.add_argument("--run-dir", type=Path, required=True)
-    run_dir = RunDir(parser.parse_args(argv).run_dir)
+    parser.add_argument("--socket", type=int, required=True, help="inherited descriptor of the listening socket")
+    arguments = parser.parse_args(argv)
+    run_dir = RunDir(arguments.run_dir)
     logs.to_stderr("gateway")
     allow_many_files()
     end_with_parent()
     try:
-        return uvloop.run(serve(run_dir))
+        return uvloop.run(serve(run_dir, socket.socket(fileno=arguments.socket)))
     except RelaxError as error:
         log.error("%s", error.message)
         return error.exit_code

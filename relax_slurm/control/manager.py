@@ -20,6 +20,7 @@ from relax_slurm.control.dispatch import Dispatch, Slot
 from relax_slurm.control.links import NodeLinks
 from relax_slurm.control.router_api import RouterWorker
 from relax_slurm.core.binding import BoundPlan
+from relax_slurm.core.placement_replicas import FIRST_WEIGHT_VERSION
 from relax_slurm.core.plan import ModelPlan, RouteMode, WeightSource, WorkerType
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import (
@@ -120,7 +121,7 @@ class InferenceManager:
             route_mode=self.model.route_mode,
             router_url=router_url,
             weight_source=self.model.weight_source,
-            weight_version=None if static else "0",
+            weight_version=None if static else str(self.model.engine_args.get("weight_version", FIRST_WEIGHT_VERSION)),
             served_model_name=self.model.served_model_name,
             engines=tuple(sorted(published, key=lambda engine: engine.engine_id)),
         )

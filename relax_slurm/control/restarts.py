@@ -1,4 +1,4 @@
-"""Children of the head node's processes: how often one is started again, and how one is ended."""
+"""How often a child may be started again, and how fast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 SETTLED_SECONDS = 600.0
 """A child that lived as long as this is not in a crash loop: its restarts are counted from zero again."""
-RESTART_PAUSE_SECONDS = (0.2, 5.0)
+PAUSE_SECONDS = (0.2, 5.0)
 
 
 class Restarts:
@@ -30,10 +30,11 @@ class Restarts:
         return time.monotonic() - self._started >= SETTLED_SECONDS
 
     async def again(self) -> None:
-        """Count one restart, and pause longer before each."""
+        """Count one restart; the first is at once, and before each further one the pause is longer."""
         self._used = 1 if self._settled else self._used + 1
-        first, longest = RESTART_PAUSE_SECONDS
-        await asyncio.sleep(min(first * 2 ** (self._used - 1), longest))
+        first, longest = PAUSE_SECONDS
+        if self._used > 1:
+            await asyncio.sleep(min(first * 2 ** (self._used - 2), longest))
         self._started = time.monotonic()
 
 

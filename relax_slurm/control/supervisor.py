@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from asyncio.subprocess import Process
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +27,10 @@ from relax_slurm.config.load import from_resolved
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control import logs
 from relax_slurm.control.allocation import FILE
+from relax_slurm.control.gateway_socket import open_gateway_socket
 from relax_slurm.control.head import failed_outcome
 from relax_slurm.control.local_site import LocalSite
-from relax_slurm.control.restarts import Restarts, end_process
+from relax_slurm.control.restarts import Restarts
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.control.slurm_site import Site, SlurmSite
 from relax_slurm.control.steps import StepRunner
@@ -60,9 +64,9 @@ class Supervisor:
         inherited = {name: value for name, value in os.environ.items() if name != PARENT_VARIABLE}
         self._environ = {**inherited, "RELAX_RUN_TAG": run_dir.tag, "PYTHONUNBUFFERED": "1"}
         self._client: ControlClient | None = None
-        self._coordinator: asyncio.subprocess.Process | None = None
+        self._coordinator: Process | None = None
         self._ending = asyncio.Event()
-        self._steps: dict[str, asyncio.subprocess.Process] = {}
+        self._steps: dict[str, Process] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._proctrack = Proctrack.UNKNOWN
 
@@ -75,17 +79,19 @@ class Supervisor:
         self._proctrack = allocation.proctrack
         self._run_dir.write_json(FILE, allocation.model_dump(mode="json"))
         (self._run_dir.path / "outcome.json").unlink(missing_ok=True)
+        listener = open_gateway_socket(self._config, self._plan, allocation.head_address)
         earlier = (self._run_dir.read("endpoint.json") or {}).get("epoch")
         coordinator = self._coordinator = await self._child("coordinator", "relax_slurm.control.head")
         runner = self._site.runner(self._environ, self._sidecar_command())
         try:
             if await self._endpoint(coordinator, earlier):
-                self._spawn(self._keep_gateway())
+                self._spawn(self._keep_gateway(listener))
                 for node in allocation.node_names:
                     self._spawn(self._keep_step(node, runner))
             code = await coordinator.wait()
         finally:
             self._ending.set()
+            listener.close()
             await self._take_down(runner)
             for task in tuple(self._tasks):
                 task.cancel()
@@ -112,19 +118,20 @@ class Supervisor:
 
     # --- children -------------------------------------------------------------------------------------------
 
-    async def _child(self, name: str, module: str) -> asyncio.subprocess.Process:
+    async def _child(self, name: str, module: str, *words: str, pass_fds: Sequence[int] = ()) -> Process:
         """One of our own head-node processes, with its own log file and tied to our life."""
-        argv = [sys.executable, "-m", module, "--run-dir", str(self._run_dir.path)]
+        argv = [sys.executable, "-m", module, "--run-dir", str(self._run_dir.path), *words]
         with (self._run_dir.logs / f"head_{name}.log").open("ab") as output:
             return await asyncio.create_subprocess_exec(
                 *argv,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                pass_fds=pass_fds,
                 env={**self._environ, PARENT_VARIABLE: str(os.getpid())},
             )
 
-    async def _endpoint(self, coordinator: asyncio.subprocess.Process, earlier: str | None) -> bool:
+    async def _endpoint(self, coordinator: Process, earlier: str | None) -> bool:
         """Wait for this coordinator's addresses, not those of an earlier start; False when it ended instead."""
         deadline = time.monotonic() + COORDINATOR_UP_SECONDS
         while coordinator.returncode is None:
@@ -144,15 +151,20 @@ class Supervisor:
     def _sidecar_command(self) -> list[str]:
         return [sys.executable, "-m", "sidecars.node", "--run-dir", str(self._run_dir.path)]
 
-    async def _keep_gateway(self) -> None:
-        """Start the gateway again when it ends, a bounded number of times; forwarding has no state to lose."""
+    async def _keep_gateway(self, listener: socket.socket) -> None:
+        """Start the gateway again when it ends, a bounded number of times; forwarding has no state to lose.
+
+        The socket stays ours, so a new gateway goes on where the old one was.
+        """
         restarts = Restarts(GATEWAY_RESTARTS)
+        fd = listener.fileno()
         while True:
-            process = await self._child("gateway", "relax_slurm.control.gateway_process")
+            module = "relax_slurm.control.gateway_process"
+            process = await self._child("gateway", module, "--socket", str(fd), pass_fds=(fd,))
             try:
                 code = await process.wait()
             finally:
-                await end_process(process)
+                await _end(process)
             self._run_dir.append_event({"event": "gateway_ended", "code": code, "final": restarts.last})
             if restarts.last:
                 break
@@ -216,7 +228,7 @@ class Supervisor:
         """Ask for the end of the run, with signals where no message arrives: a coordinator that hangs is ended."""
         answer = await self._tell("stop", STOP_SECONDS, reason=reason, failed=failed)
         if answer is None and self._coordinator is not None:
-            await end_process(self._coordinator, GRACE_SECONDS)
+            await _end(self._coordinator, GRACE_SECONDS)
 
     def _on_signal(self, number: int) -> None:
         """Slurm's warning, scancel, or the user: an orderly stop. Again = the same stop."""
@@ -249,6 +261,17 @@ class Supervisor:
             outcome = failed_outcome(self._run_dir, error)
             self._run_dir.write_json("outcome.json", outcome)
         return int(outcome["exit_code"])
+
+
+async def _end(process: Process, seconds: float = 10.0) -> None:
+    """End a child of ours that is still there: asked first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+            waiting = asyncio.create_task(process.wait())
+            await asyncio.wait({waiting}, timeout=seconds)
+            waiting.cancel()
 
 
 async def supervise(run_dir: RunDir, backend: Backend) -> int:

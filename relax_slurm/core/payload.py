@@ -71,7 +71,7 @@ def check_generate(body: Mapping[str, Any], rules: Rules) -> None:
     for where, params in _each("sampling_params", body, size):
         if not isinstance(params, Mapping):
             raise _wrong(where, f"is {_kind(params)}", "an object of parameters")
-        _sampling(where + ".", params, rules, "min_new_tokens")
+        _sampling(where + ".", params, rules)
     for name in PER_REQUEST:
         _each(name, body, size)
     if body.get("positional_embed_overrides") is not None:
@@ -86,7 +86,7 @@ def check_completion(body: Mapping[str, Any], rules: Rules) -> None:
     logprobs = body.get("logprobs")
     if logprobs is not None and not isinstance(logprobs, bool):
         _whole("logprobs", logprobs, 0, rules.vocab_size)
-    _sampling("", body, rules, "min_tokens")
+    _sampling("", body, rules)
 
 
 def check_chat(body: Mapping[str, Any], rules: Rules) -> None:
@@ -98,7 +98,7 @@ def check_chat(body: Mapping[str, Any], rules: Rules) -> None:
         _prompts("input_ids", ids, rules, text=False, batch=False)
     if (top := body.get("top_logprobs")) is not None:
         _whole("top_logprobs", top, 0, rules.vocab_size)
-    _sampling("", body, rules, "min_tokens")
+    _sampling("", body, rules)
 
 
 CHECKS: Final[Mapping[str, Callable[[Mapping[str, Any], Rules], None]]] = MappingProxyType(
@@ -224,8 +224,8 @@ def _prompts(
     _tokens(name, value, rules)
 
 
-def _sampling(prefix: str, params: Mapping[str, Any], rules: Rules, shortest: str) -> None:
-    """Parameters of sampling; `shortest` is what the route calls the number of tokens before which nothing stops."""
+def _sampling(prefix: str, params: Mapping[str, Any], rules: Rules) -> None:
+    """Parameters of sampling; the OpenAI routes have them among the other fields."""
     copies = params.get("n")
     if copies is not None:
         if not isinstance(copies, int):
@@ -233,14 +233,17 @@ def _sampling(prefix: str, params: Mapping[str, Any], rules: Rules, shortest: st
         if copies > rules.max_copies:
             raise _wrong(f"{prefix}n", f"is {_short(copies)}", f"at most {rules.max_copies}")
     top_k = params.get("top_k")
-    if isinstance(top_k, int | float) and top_k > MAX_TOP_K:
-        raise _wrong(f"{prefix}top_k", "is larger than 32 bits hold", f"at most {MAX_TOP_K}, or -1 for no limit")
+    if top_k is not None and not isinstance(top_k, int | float):
+        raise _wrong(f"{prefix}top_k", f"is {_kind(top_k)}", "a whole number")
+    if top_k is not None and top_k > MAX_TOP_K:
+        raise _wrong(f"{prefix}top_k", "is more than 32 bits hold", f"at most {MAX_TOP_K}, or -1 for no limit")
     bias = params.get("logit_bias")
     if bias is not None:
         _bias(f"{prefix}logit_bias", bias, rules)
     stops = params.get("stop_token_ids")
-    # Stop tokens are masked in the logits until the shortest length is reached, which takes an index of each.
-    if stops and params.get(shortest) not in (None, 0):
+    # As soon as any request of the engine's batch has a shortest length, the stop tokens of all of them are used as
+    # indexes into the logits, so this depends on what strangers ask for at the same time.
+    if stops is not None:
         if not isinstance(stops, list):
             raise _wrong(f"{prefix}stop_token_ids", f"is {_kind(stops)}", "a list of token ids")
         _tokens(f"{prefix}stop_token_ids", stops, rules)

@@ -43,6 +43,10 @@ def role_plan(budget: RoleBudget, place: Slice, gpus_per_node: int, ports: NodeP
     )
 
 
+FIRST_WEIGHT_VERSION = "0"
+"""Version of the checkpoint that a rollout engine starts with."""
+
+
 @dataclass(slots=True)
 class _Cursor:
     """Where the next engine of a role goes."""
@@ -56,6 +60,9 @@ class _Cursor:
 def _model_plan(role: Role, model: ModelBudget, cursor: _Cursor) -> ModelPlan:
     replicas: list[ReplicaPlan] = []
     groups: list[GroupPlan] = []
+    source = WeightSource(model.config.weight_source or ("ACTOR" if role is Role.ROLLOUT else "STATIC"))
+    # Engine and discovery must name the same version before the first update; a static model has none.
+    version = {} if source is WeightSource.STATIC else {"weight_version": FIRST_WEIGHT_VERSION}
     for group in model.groups:
         _check_nodes(group, cursor.offset, cursor.gpus_per_node)
         first = len(replicas)
@@ -68,18 +75,17 @@ def _model_plan(role: Role, model: ModelBudget, cursor: _Cursor) -> ModelPlan:
                 group.gpus_per_engine,
                 first,
                 group.engines,
-                group.engine_args,
+                {**version, **group.engine_args},
             )
         )
     default_mode = "SGLANG_ROUTER" if model.disaggregated else "DIRECT"
-    default_source = "ACTOR" if role is Role.ROLLOUT else "STATIC"
     return ModelPlan(
         role=role,
         name=model.name,
         model_path=model.config.model_path,
         served_model_name=model.config.served_model_name or model.name,
         route_mode=RouteMode(model.config.route_mode or default_mode),
-        weight_source=WeightSource(model.config.weight_source or default_source),
+        weight_source=source,
         gpus_per_engine=groups[0].gpus_per_engine,
         engine_args=groups[0].engine_args,
         replicas=tuple(replicas),

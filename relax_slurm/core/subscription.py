@@ -109,6 +109,11 @@ class SubscriberState:
             return Action.DROPPED
         if held is not None and not self.awaiting and _follows(held, update):
             return self._apply(held, update, now)
+        if held is None and update.base_revision == 0:
+            # The role's first publication is a whole snapshot: nothing has to be waited for.
+            self._asked_at = None
+            applied = self._apply(None, update, now)
+            return applied if self.snapshot is None else self._drain(self.snapshot, now)
         self._enqueue(update)
         return Action.QUEUED if self.awaiting else self._ask(now)
 
@@ -130,7 +135,7 @@ class SubscriberState:
         self.counters.resyncs += 1
         return Action.RESYNC
 
-    def _apply(self, held: RoleSnapshot, update: Update, now: float) -> Action:
+    def _apply(self, held: RoleSnapshot | None, update: Update, now: float) -> Action:
         try:
             self.snapshot = apply(held, update)
         except DiscoveryInvalid:

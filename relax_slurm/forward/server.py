@@ -85,7 +85,8 @@ class HttpServer:
         if self._connections:
             self._empty.clear()
             try:
-                await asyncio.wait_for(self._empty.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await self._empty.wait()
             except TimeoutError:
                 return False
         return True

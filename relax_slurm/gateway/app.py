@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Callable
 from hmac import compare_digest
 from itertools import count
@@ -44,9 +45,9 @@ class Gateway:
         self._id_prefix = secrets.token_hex(6).encode()
         self._server = HttpServer(self.handle, Limits(max_body_bytes=settings.max_body_bytes))
 
-    async def start(self) -> int:
-        """Listen; the port. OSError when the address cannot be had."""
-        return await self._server.start(self.settings.host, self.settings.port)
+    async def start(self, sock: socket.socket | None = None) -> int:
+        """Listen, on `sock` when it is given; the port. OSError when the address cannot be had."""
+        return await self._server.start(self.settings.host, self.settings.port, sock)
 
     async def stop(self, grace_seconds: float = 5.0) -> None:
         """Give running answers `grace_seconds`, then close every connection."""

@@ -11,7 +11,7 @@ import sys
 from relax_slurm.errors import RelaxError
 from relax_slurm.forward import HttpServer, Limits
 from sidecars.sim.collective import Collective
-from sidecars.sim.engine import SimEngine, dummy_health, log
+from sidecars.sim.engine import SimEngine, log
 from sidecars.sim.options import FaultKind, ServerArgs, SimOptions, read_options
 from sidecars.sim.server import SimServer
 
@@ -30,7 +30,7 @@ async def serve(options: SimOptions, args: ServerArgs) -> int:
         loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, stop.set)
     is_head = args.node_rank == 0
-    server = HttpServer(SimServer(engine).handle if is_head else dummy_health, _LIMITS)
+    server = HttpServer(SimServer(engine).handle if is_head else engine.follow, _LIMITS)
     try:
         await server.start(args.host, args.port)
     except OSError as error:
@@ -53,17 +53,19 @@ async def serve(options: SimOptions, args: ServerArgs) -> int:
     return 0
 
 
-async def _start(engine: SimEngine) -> Collective | None:
-    """Join the other workers and load. What ties them together is the result, so that the task keeps it alive."""
+async def _start(engine: SimEngine) -> None:
+    """Join the other workers and load."""
     args, seconds = engine.args, engine.options.collective_seconds
-    collective = None
     if args.nnodes > 1:
-        collective = Collective(
-            args.dist_init_addr, args.nnodes, args.node_rank, lambda reason: engine.end_after(seconds, reason)
+        engine.collective = Collective(
+            args.dist_init_addr,
+            args.nnodes,
+            args.node_rank,
+            lambda reason: engine.end_after(seconds, reason),
+            engine.move_memory,
         )
-        await collective.join()
+        await engine.collective.join()
     await engine.load()
-    return collective
 
 
 def main() -> int:

@@ -7,9 +7,12 @@ A worker that loses the connection knows that a peer is dead, as a real collecti
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 
 Lost = Callable[[str], None]
+Order = Callable[[str, Sequence[str]], None]
+"""What a follower does with a memory call of the head: (call, tags)."""
 _RETRY_SECONDS = 0.05
 _HELLO_SECONDS = 10.0
 
@@ -17,12 +20,15 @@ _HELLO_SECONDS = 10.0
 class Collective:
     """Joins the workers of a replica. Keep it as long as the replica lives."""
 
-    def __init__(self, address: str, nnodes: int, node_rank: int, lost: Lost) -> None:
+    def __init__(self, address: str, nnodes: int, node_rank: int, lost: Lost, order: Order) -> None:
         host, _, port = address.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._nnodes = nnodes
         self._rank = node_rank
         self._lost = lost
+        self._order = order
+        self._writers: list[asyncio.StreamWriter] = []
+        self._answers = asyncio.Semaphore(0)
         self._server: asyncio.Server | None = None
         self._ranks: set[int] = set()
         self._complete = asyncio.Event()
@@ -38,8 +44,7 @@ class Collective:
             writer.write(b"%d\n" % self._rank)
             if await reader.readline() != b"joined\n":
                 self._lost("the head of the replica refused this rank")
-            self._watching = asyncio.create_task(self._watch(reader, "the head of the replica"))
-            self._writer = writer
+            self._watching = asyncio.create_task(self._obey(reader, writer))
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         while True:
@@ -60,15 +65,35 @@ class Collective:
             writer.close()
             return
         self._ranks.add(rank)
+        self._writers.append(writer)
         writer.write(b"joined\n")
         if len(self._ranks) == self._nnodes - 1:
             self._complete.set()
         await self._watch(reader, f"worker of rank {rank}")
 
+    async def tell(self, call: str, tags: Sequence[str]) -> None:
+        """Make every follower do a memory call too; returns when all have, as a collective does."""
+        line = json.dumps([call, list(tags)]).encode() + b"\n"
+        for writer in self._writers:
+            writer.write(line)
+        for _ in self._writers:
+            await self._answers.acquire()
+
+    async def _obey(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A follower's side: do what the head says, until the head is gone."""
+        try:
+            while line := await reader.readline():
+                call, tags = json.loads(line)
+                self._order(call, tags)
+                writer.write(b"done\n")
+        except OSError:
+            pass
+        self._lost("collective: the head of the replica is gone")
+
     async def _watch(self, reader: asyncio.StreamReader, who: str) -> None:
         try:
-            while await reader.read(1024):
-                pass
+            while await reader.readline():
+                self._answers.release()
         except OSError:
             pass
         self._lost(f"collective: {who} is gone")

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from relax_slurm.forward import Exchange
-from sidecars.ledger import OutOfMemory
 from sidecars.sim.engine import SimEngine, log
 from sidecars.sim.model import Weights, fingerprint
 from sidecars.sim.options import FaultKind
@@ -93,21 +92,16 @@ class Control:
             await asyncio.Event().wait()
         if self._engine.scheduler.busy:
             raise Deadly("AssertionError: release_memory_occupation should be called only when server is idle.")
-        self._engine.memory.release(tags)
+        self._engine.move_memory("release", tags)
+        await self._engine.tell("release", tags)
         exchange.respond_json(200, None)
 
     async def _resume(self, exchange: Exchange) -> None:
         tags = _memory_body(exchange)
         if tags is None:
             return
-        scheduler = self._engine.scheduler
-        try:
-            garbled = self._engine.memory.resume(tags)
-        except OutOfMemory as error:
-            self._engine.out_of_memory(error)
-        if garbled:
-            now = scheduler.weights
-            scheduler.weights = Weights(now.path, now.version, now.fingerprint, garbled=True)
+        self._engine.move_memory("resume", tags)
+        await self._engine.tell("resume", tags)
         exchange.respond_json(200, None)
 
     # ---- weights

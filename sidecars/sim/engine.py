@@ -6,10 +6,12 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from relax_slurm.forward import Exchange
 from sidecars.ledger import OutOfMemory
+from sidecars.sim.collective import Collective
 from sidecars.sim.memory import CardMemory
 from sidecars.sim.model import Model, Weights, fingerprint
 from sidecars.sim.options import FaultKind, ServerArgs, SimOptions
@@ -46,6 +48,8 @@ class SimEngine:
         self.updates = 0
         model = Model(options.role, options.seed, options.error_rate, options.vocab_size, options.context_length)
         self.scheduler = Scheduler(options, model, self.memory, weights, self.crash)
+        self.collective: Collective | None = None
+        """What ties the workers of a replica over several nodes together; None for one node."""
 
     # ---- life
     # --------------------------------------------------------------------------------------------------
@@ -66,6 +70,24 @@ class SimEngine:
             await asyncio.Event().wait()
         self.serving = True
         log("The server is fired up and ready to roll!")
+
+    def move_memory(self, call: str, tags: Sequence[str]) -> None:
+        """Release or resume `tags` on this worker's cards. Ends the process when they are full."""
+        if call == "release":
+            self.memory.release(tags)
+            return
+        try:
+            garbled = self.memory.resume(tags)
+        except OutOfMemory as error:
+            self.out_of_memory(error)
+        if garbled:
+            now = self.scheduler.weights
+            self.scheduler.weights = Weights(now.path, now.version, now.fingerprint, garbled=True)
+
+    async def tell(self, call: str, tags: Sequence[str]) -> None:
+        """Let the replica's other workers do the same, and wait until they have."""
+        if self.collective is not None:
+            await self.collective.tell(call, tags)
 
     def crash(self, reason: str) -> None:
         """Die of a request: the scheduler's exception now, the end of the process a little later."""
@@ -93,6 +115,13 @@ class SimEngine:
         self.stopping = True
         while self.scheduler.in_scheduler():
             await asyncio.sleep(0.01)
+
+    async def follow(self, exchange: Exchange) -> None:
+        """All that a follower of a replica over several nodes serves: a health that proves little."""
+        if exchange.request.path in {"/ping", "/health", "/health_generate"}:
+            exchange.respond(200 if self.serving else 503)
+        else:
+            exchange.respond_json(404, {"detail": "Not Found"})
 
     # ---- health
     # ------------------------------------------------------------------------------------------------
@@ -217,11 +246,3 @@ def _flag(text: str) -> bool:
 def log(message: str) -> None:
     """One line on stderr, which is the engine's log."""
     print(time.strftime("[%Y-%m-%d %H:%M:%S] ") + message, file=sys.stderr, flush=True)  # noqa: T201
-
-
-async def dummy_health(exchange: Exchange) -> None:
-    """All that a follower of a replica over several nodes serves."""
-    if exchange.request.path in {"/ping", "/health", "/health_generate"}:
-        exchange.respond(200)
-    else:
-        exchange.respond_json(404, {"detail": "Not Found"})

@@ -4,8 +4,8 @@
 
 A coordinator process with real CURVE sockets, bound to a plan of `nodes` x `workers` one-GPU replicas that are all
 READY; one load process that plays all sidecars at one beat a second each and then asks questions as well, like a
-command line. Prints one JSON document. `core_share` is CPU time of the coordinator's process over wall time while nothing but
-beats arrive; `ready_burst` is the start of all replicas at once, both processes on the same cores.
+command line. Prints one JSON document. `core_share` is CPU time of the coordinator's process over wall time while
+nothing but beats arrive; `ready_burst` is the start of all replicas at once, both processes on the same cores.
 """
 
 from __future__ import annotations

@@ -114,7 +114,9 @@ def launch(spec: WorkerSpec, *, wait: bool = True) -> Iterator[Launched]:
         process = subprocess.Popen(command.argv, env=command.env, stdout=log, stderr=log, start_new_session=True)
     key = spec.admin_key or spec.api_key
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    client = httpx.Client(base_url=spec.base_url, headers=headers, timeout=60.0, trust_env=False)
+    # SGLang closes idle connections after 5 s, so that a kept one may be gone just when it is used again.
+    once = httpx.Limits(max_keepalive_connections=0)
+    client = httpx.Client(base_url=spec.base_url, headers=headers, timeout=60.0, trust_env=False, limits=once)
     engine = Launched(spec, process, client)
     try:
         if wait:

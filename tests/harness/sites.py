@@ -148,6 +148,12 @@ def small(**changes: Any) -> dict[str, Any]:
     return merged(base, changes)
 
 
+def own_ports() -> dict[str, int]:
+    """A port window that other runs of this machine do not look into: for a test that needs a port back."""
+    first = 10_000 + os.getpid() * 7919 % 90 * 100
+    return {"first": first, "last": first + 99}
+
+
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`changes` laid over `base`, mapping by mapping."""
     out = dict(base)

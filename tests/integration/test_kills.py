@@ -13,7 +13,7 @@ import pytest
 from tests.harness.fixtures import require_slurm
 from tests.harness.launch import LaunchedRun, Site
 from tests.harness.load import load_on
-from tests.harness.sites import FAKE, LOCAL, SLURM, NewRun, SlurmSite, small
+from tests.harness.sites import FAKE, LOCAL, SLURM, NewRun, SlurmSite, merged, own_ports, small
 from tests.harness.slurm_cluster import SlurmCluster
 from tests.harness.slurm_proc import Proc, wait_gone
 from tests.harness.wait import until
@@ -57,6 +57,30 @@ def test_a_killed_engine_under_load_is_built_again(new: NewRun) -> None:
     run.wait_state("READY")
     engines = run.http().get("/rollout/engines").json()["models"]["policy"]["engines"]
     assert [(engine["state"], engine["generation"]) for engine in engines] == [("READY", 2), ("READY", 1)]
+    assert run.call("stop").rc == 0
+    run.nothing_left()
+
+
+def test_a_killed_follower_costs_the_whole_replica_and_it_is_built_again(new: NewRun) -> None:
+    one = {"nodes": 1, "gpus_per_node": 1}
+    apart = small(placement="decoupled", training=None, pools={"judges": one, "teachers": one})
+    roles = {
+        "rollout": {"models": {"policy": {"gpus": 4, "gpus_per_engine": 4}}},
+        "genrm": {"pool": "judges"},
+        "teacher": {"pool": "teachers"},
+    }
+    run = new(merged(apart, {"roles": roles}))
+    state = run.up()
+    (replica,) = [row for row in state["replicas"] if row["replica"] == "policy/replica-0"]
+    assert len(set(replica["nodes"])) == 2
+    engines = run.http().get("/rollout/engines").json()["models"]["policy"]["engines"]
+    assert [engine["engine_id"] for engine in engines] == ["policy/replica-0"], "only the head is published"
+    head, follower = (engine_of(run, f"policy/replica-0#{rank}") for rank in (0, 1))
+    follower.send(signal.SIGKILL)
+    state = run.wait_replica("policy/replica-0", generation=2)
+    assert wait_gone([head, follower], 5.0) == []
+    assert generations(state)["judge/replica-0"] == 1
+    run.http().post("/rollout/generate", json={"text": "1+1="}).raise_for_status()
     assert run.call("stop").rc == 0
     run.nothing_left()
 
@@ -111,7 +135,7 @@ def test_where_cgroups_track_processes_the_end_of_the_step_is_the_proof(new: New
 
 @pytest.mark.parametrize("site", [LOCAL, FAKE], indirect=True)
 def test_a_killed_gateway_comes_back_on_the_same_port(new: NewRun) -> None:
-    run = new(small())
+    run = new(small(ports=own_ports()))
     run.up()
     url, gateway = run.gateway_url, run.gateway()
     with load_on(url, "/rollout/generate", run.token) as load:

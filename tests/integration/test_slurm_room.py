@@ -24,7 +24,6 @@ from relax_slurm.slurm.environment import nodes_by_component, read_step, step_en
 from relax_slurm.slurm.job import JobRef, JobState, JobView
 from relax_slurm.slurm.script import ScriptPaths, render
 from relax_slurm.slurm.submit import Submission, search
-from tests.harness.fixtures import slurm4  # noqa: F401
 from tests.harness.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.slurm
@@ -118,7 +117,7 @@ def read(path: Path) -> dict[str, str] | None:
 
 
 @pytest.fixture
-def job(slurm4: SlurmCluster, tmp_path: Path) -> Any:  # noqa: F811
+def job(slurm4: SlurmCluster, tmp_path: Path) -> Any:
     folder = tmp_path / "run dir 100% 'x'"
     folder.mkdir()
     job = Job(slurm4, folder)
@@ -328,7 +327,7 @@ def test_launching_from_inside_an_allocation_is_not_shaped_by_it(job: Job, tmp_p
     assert "CUDA_VISIBLE_DEVICES" not in seen
 
 
-def test_the_controllers_configuration_tells_what_a_step_end_proves(slurm4: SlurmCluster) -> None:  # noqa: F811
+def test_the_controllers_configuration_tells_what_a_step_end_proves(slurm4: SlurmCluster) -> None:
     config = scontrol.parse_config(slurm4.run(*scontrol.show_config()).out)
     assert config["ProctrackType"] == "proctrack/linuxproc"
     assert scontrol.step_end_is_proof(config) is False

@@ -80,19 +80,18 @@ def test_an_old_python_is_refused_in_one_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.parametrize(("engine", "code", "word"), [("sglang", 1, "row E2"), ("vllm", 2, "wanted sim")])
-def test_other_engines_are_refused(engine: str, code: int, word: str) -> None:
+def test_an_engine_that_there_is_not_is_refused() -> None:
     done = subprocess.run(
         ["bash", "tools/quickstart.sh"],
         cwd=ROOT,
-        env={**os.environ, "ENGINE": engine},
+        env={**os.environ, "ENGINE": "vllm"},
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
-    assert done.returncode == code
-    assert word in done.stderr
+    assert done.returncode == 2
+    assert "wanted sim or sglang" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -54,7 +54,7 @@ class Kept:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("UP_POLL", 0.01), ("LOOK", 0.05), ("PASS", 0.01), ("AGAIN", 0.1)):
         monkeypatch.setattr(routers, f"{name}_SECONDS", seconds)
-    monkeypatch.setattr(restarts, "RESTART_PAUSE_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(restarts, "PAUSE_SECONDS", (0.01, 0.02))
 
 
 @asynccontextmanager

@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from relax_slurm.config.load import from_mapping
 from relax_slurm.config.models import RunConfig
-from relax_slurm.control import restarts
+from relax_slurm.control import restarts as restarts_module
 from relax_slurm.control.allocation import FILE
 from relax_slurm.control.backends import BackendKind
 from relax_slurm.control.local import _tied_to
@@ -157,7 +158,7 @@ def test_a_coordinator_that_dies_leaves_an_outcome_and_no_process(tmp_path: Path
 
 def test_a_coordinator_that_hangs_is_ended(tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
-        "import sys; from relax_slurm.control import restarts, supervisor as s\n"
+        "import sys; from relax_slurm.control import supervisor as s\n"
         "s.STOP_SECONDS, s.GRACE_SECONDS = 0.5, 3.0\n"
         "sys.exit(s.main(sys.argv[1:]))\n"
     )
@@ -176,28 +177,40 @@ def test_a_coordinator_that_hangs_is_ended(tmp_path: Path, runs: list[Run], monk
     assert _tied_to(run.process.pid) == []
 
 
-def test_a_gateway_that_cannot_listen_fails_the_run(tmp_path: Path, runs: list[Run]) -> None:
-    import socket
-
-    program = (
-        "import sys; from relax_slurm.control import restarts, supervisor as s\n"
-        "restarts.RESTART_PAUSE_SECONDS, s.GATEWAY_RESTARTS = (0.05, 0.05), 1\n"
-        "sys.exit(s.main(sys.argv[1:]))\n"
-    )
+def test_a_gateway_port_that_is_taken_fails_the_run_before_anything_starts(tmp_path: Path, runs: list[Run]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        config = small(gateway={"port": taken.getsockname()[1]})
-        run = Run.__new__(Run)
-        run.run_dir, submission = prepare(tmp_path, config, plan_of(config), BackendKind.LOCAL)
-        with (run.run_dir.logs / "head_supervisor.log").open("ab") as log:
-            run.process = subprocess.Popen(
-                [sys.executable, "-c", program, *submission.command[3:]], stdout=log, stderr=log, start_new_session=True
-            )
+        run = _supervised(tmp_path, small(gateway={"port": taken.getsockname()[1]}))
         runs.append(run)
-        assert run.process.wait(60) in (6, 7)
-    assert "the gateway ended 2 times with code 6" in run.outcome()["error"]["message"]
+        assert run.process.wait(60) == 6
+    assert "the gateway found no port" in run.outcome()["error"]["message"]
+    assert run.events("hello") == []
+
+
+def test_a_gateway_that_keeps_dying_fails_the_run(tmp_path: Path, runs: list[Run]) -> None:
+    run = _supervised(tmp_path, small(), lambda run_dir: run_dir.token_file.unlink())
+    runs.append(run)
+    assert run.process.wait(60) in (6, 7)
+    assert "the gateway ended 2 times with code 1" in run.outcome()["error"]["message"]
     assert _tied_to(run.process.pid) == []
+
+
+def _supervised(tmp_path: Path, config: RunConfig, before: Callable[[RunDir], object] = lambda _: None) -> Run:
+    """A supervisor of its own process that starts a gateway twice at most; `before` may spoil the run directory."""
+    program = (
+        "import sys; from relax_slurm.control import supervisor as s\n"
+        "s.GATEWAY_RESTARTS = 1\n"
+        "sys.exit(s.main(sys.argv[1:]))\n"
+    )
+    run = Run.__new__(Run)
+    run.run_dir, submission = prepare(tmp_path, config, plan_of(config), BackendKind.LOCAL)
+    before(run.run_dir)
+    with (run.run_dir.logs / "head_supervisor.log").open("ab") as log:
+        run.process = subprocess.Popen(
+            [sys.executable, "-c", program, *submission.command[3:]], stdout=log, stderr=log, start_new_session=True
+        )
+    return run
 
 
 # --- small pieces ---------------------------------------------------------------------------------------------------
@@ -205,25 +218,25 @@ def test_a_gateway_that_cannot_listen_fails_the_run(tmp_path: Path, runs: list[R
 
 def test_restarts_are_counted_paused_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now, slept = [100.0], []
-    monkeypatch.setattr(restarts.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(restarts_module.time, "monotonic", lambda: now[0])
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(restarts.asyncio, "sleep", sleep)
+    monkeypatch.setattr(restarts_module.asyncio, "sleep", sleep)
 
     async def scenario() -> None:
-        counted = Restarts(3)
+        restarts = Restarts(3)
         for _ in range(3):
-            assert not counted.last
-            await counted.again()
-        assert counted.last
-        assert slept == [0.2, 0.4, 0.8]
-        now[0] += restarts.SETTLED_SECONDS
-        assert not counted.last
-        await counted.again()
-        assert slept[-1] == 0.2
-        assert not counted.last
+            assert not restarts.last
+            await restarts.again()
+        assert restarts.last
+        assert slept == [0.2, 0.4]
+        now[0] += restarts_module.SETTLED_SECONDS
+        assert not restarts.last
+        await restarts.again()
+        assert slept == [0.2, 0.4]
+        assert not restarts.last
         assert Restarts(0).last
 
     asyncio.run(scenario())

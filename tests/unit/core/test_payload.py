@@ -76,9 +76,9 @@ GENERATE_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("sampling_params.logit_bias.-1 ", {**IDS, "sampling_params": {"logit_bias": {"-1": 1}}}),
     ("sampling_params.logit_bias.a ", {**IDS, "sampling_params": {"logit_bias": {"a": 1}}}),
     ("sampling_params.logit_bias ", {**IDS, "sampling_params": {"logit_bias": [1]}}),
-    ("sampling_params.stop_token_ids[0]", {**IDS, "sampling_params": {"min_new_tokens": 2, "stop_token_ids": [512]}}),
-    ("sampling_params.stop_token_ids[0]", {**IDS, "sampling_params": {"min_new_tokens": 2, "stop_token_ids": [-5]}}),
-    ("sampling_params.stop_token_ids ", {**IDS, "sampling_params": {"min_new_tokens": 2, "stop_token_ids": 5}}),
+    ("sampling_params.stop_token_ids[0]", {**IDS, "sampling_params": {"stop_token_ids": [512]}}),
+    ("sampling_params.stop_token_ids[1]", {**IDS, "sampling_params": {"stop_token_ids": [7, -5]}}),
+    ("sampling_params.stop_token_ids ", {**IDS, "sampling_params": {"stop_token_ids": 5}}),
     ("positional_embed_overrides ", {**IDS, "positional_embed_overrides": [1]}),
 ]
 CHAT_REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -91,8 +91,9 @@ CHAT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("input_ids ", {**CHAT, "input_ids": "7"}),
     ("n ", {**CHAT, "n": 10**6}),
     ("top_k ", {**CHAT, "top_k": 10**12}),
+    ("top_k ", {**CHAT, "top_k": "1000000000000"}),
     ("logit_bias.512 ", {**CHAT, "logit_bias": {"512": 1}}),
-    ("stop_token_ids[0]", {**CHAT, "min_tokens": 2, "stop_token_ids": [512]}),
+    ("stop_token_ids[0]", {**CHAT, "stop_token_ids": [512]}),
 ]
 COMPLETION_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("prompt[1]", {**COMPLETION, "prompt": [7, 512]}),
@@ -109,7 +110,7 @@ COMPLETION_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("n ", {**COMPLETION, "n": 10**6}),
     ("top_k ", {**COMPLETION, "top_k": 10**12}),
     ("logit_bias.512 ", {**COMPLETION, "logit_bias": {"512": 1}}),
-    ("stop_token_ids[0]", {**COMPLETION, "min_tokens": 2, "stop_token_ids": [512]}),
+    ("stop_token_ids[0]", {**COMPLETION, "stop_token_ids": [512]}),
 ]
 REFUSED = [
     *(("/generate", where, body) for where, body in GENERATE_REFUSED),
@@ -133,7 +134,7 @@ PASSED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"input_embeds": [[[0.1]], [[0.1]]], "logprob_start_len": [0, -1]}),
     ("/generate", {"input_embeds": [[0.1]], "logprob_start_len": 0}),
     ("/generate", {**IDS, "sampling_params": {"n": MAX_COPIES, "min_new_tokens": 2, "stop_token_ids": [5, 511]}}),
-    ("/generate", {**IDS, "sampling_params": {"min_new_tokens": 0, "stop_token_ids": [99999]}}),
+    ("/generate", {**IDS, "sampling_params": {"min_new_tokens": 2, "stop_token_ids": []}}),
     ("/generate", {**IDS, "sampling_params": {"n": 0, "min_new_tokens": 2, "stop_token_ids": None}}),
     ("/generate", {**IDS, "sampling_params": {"logit_bias": {"0": 1, " 5": -1.5, "511": None}, "no_such": [1]}}),
     ("/generate", {**IDS, "sampling_params": {"top_k": 2**31 - 1, "temperature": 0.5}}),
@@ -184,7 +185,7 @@ JSON = st.recursive(
 FIELDS = (
     *("text", "input_ids", "prompt", "messages", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
     *("return_logprob", "sampling_params", "positional_embed_overrides", "logprobs", "top_logprobs", "n"),
-    *("logit_bias", "min_tokens", "stop_token_ids", "input_embeds"),
+    *("logit_bias", "top_k", "stop_token_ids", "input_embeds"),
 )
 
 

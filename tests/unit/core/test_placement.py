@@ -117,7 +117,7 @@ def test_a_multi_node_engine_takes_whole_distinct_nodes() -> None:
 def test_engine_size_and_tensor_parallelism_follow_from_each_other() -> None:
     roles = {"rollout": role("a", m={"gpus": 8, "gpus_per_engine": 4})}
     model = make("decoupled", {"a": pool(1, 8)}, roles).model_placement(Role.ROLLOUT, "m")
-    assert model.engine_args == {"tp_size": 4}
+    assert model.engine_args == {"weight_version": "0", "tp_size": 4}
     roles = {"rollout": role("a", m={"gpus": 8, "engine_args": {"tp_size": 2, "pp_size": 2}})}
     assert make("decoupled", {"a": pool(1, 8)}, roles).model_placement(Role.ROLLOUT, "m").gpus_per_engine == 4
     roles = {"rollout": role("a", m={"gpus": 8, "gpus_per_engine": 8, "engine_args": {"pp_size": 2}})}
@@ -155,8 +155,8 @@ def test_disaggregated_groups_are_planned() -> None:
         (WorkerType.PLACEHOLDER, (6, 7)),
     ]
     assert model.replicas[3].workers == ()
-    assert model.engine_args_of(model.replicas[1]) == {"chunked_prefill_size": 1, "tp_size": 2}
-    assert model.engine_args_of(model.replicas[2]) == {"tp_size": 2}
+    assert model.engine_args_of(model.replicas[1]) == {"weight_version": "0", "chunked_prefill_size": 1, "tp_size": 2}
+    assert model.engine_args_of(model.replicas[2]) == {"weight_version": "0", "tp_size": 2}
 
 
 def test_external_engines_name_their_row() -> None:

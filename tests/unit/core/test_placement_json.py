@@ -50,8 +50,8 @@ def test_engine_arguments_come_back_as_they_were() -> None:
         )
     )
     back = from_json(to_json(made)).roles[0].models[0]
-    assert back.engine_args == args
-    assert [type(value) for value in back.engine_args.values()] == [type(value) for value in args.values()]
+    assert back.engine_args == {"weight_version": "0", **args}
+    assert [type(back.engine_args[key]) for key in args] == [type(value) for value in args.values()]
 
 
 @pytest.mark.parametrize(

@@ -264,9 +264,20 @@ def test_invalidate_asks_once_and_keeps_serving_within_the_bound() -> None:
     assert not state.awaiting
 
 
+def test_the_first_publication_is_a_snapshot_in_itself() -> None:
+    routing = RoutingSpec("m0")
+    snapshots, (first, second) = history([(routing, [model("m0")]), (routing, [model("m0", engine("m0", 0))])])
+    state = SubscriberState(Role.ROLLOUT)
+    assert state.on_time(0.0) is Action.RESYNC
+    assert state.on_update(second, 0.1) is Action.QUEUED
+    assert state.on_update(first, 0.2) is Action.APPLIED
+    assert state.snapshot == snapshots[-1]
+    assert not state.awaiting
+
+
 def test_the_queue_is_bounded() -> None:
     state = SubscriberState(Role.ROLLOUT, queue_limit=3)
-    for revision in range(1, 10):
+    for revision in range(2, 11):
         state.on_update(Update(Role.ROLLOUT, "e", revision - 1, revision), 0.0)
     assert state.counters.overflowed == 6
     assert state.counters.resyncs == 1

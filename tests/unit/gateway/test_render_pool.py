@@ -44,16 +44,15 @@ def pooled(tmp_path: Path, scenario: Scenario, **limits: Any) -> None:
 
 
 def children() -> set[int]:
-    """Renderer processes that this process has."""
+    """Renderer processes that this process has, whichever of its threads started them."""
     found = set()
-    for entry in Path(f"/proc/{os.getpid()}/task").iterdir():
-        for pid in (entry / "children").read_text().split():
-            try:
-                line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"render_worker" in line:
-                found.add(int(pid))
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"render_worker" in (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
+        except OSError:  # it ended meanwhile
+            continue
     return found
 
 

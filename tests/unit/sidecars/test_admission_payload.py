@@ -66,7 +66,7 @@ PLAIN = (
     | st.just("5")
     | st.lists(st.integers(-1, 512), max_size=3)
     | st.lists(st.lists(st.integers(-1, 512), max_size=2), max_size=2)
-    | st.dictionaries(st.sampled_from(["n", "min_new_tokens", "stop_token_ids", "logit_bias"]), JSON)
+    | st.dictionaries(st.sampled_from(["n", "top_k", "stop_token_ids", "logit_bias"]), JSON)
 )
 
 

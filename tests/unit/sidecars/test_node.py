@@ -22,10 +22,10 @@ from relax_slurm.wire.client import SidecarLink
 from relax_slurm.wire.keys import allowed, credentials, read_pair
 from relax_slurm.wire.messages import PeerKind, WorkerState
 from relax_slurm.wire.server import ControlServer
-from sidecars import node as node_module
+from sidecars import daemon as daemon_module
 from sidecars import proc
+from sidecars.daemon import NodeDaemon
 from sidecars.hosted import HostSettings
-from sidecars.node import NodeDaemon
 from tests.contract.engine_program import worker
 from tests.unit.control.stage import config_of, plan_of, run_dir_of
 
@@ -157,7 +157,7 @@ async def daemon_of(
 ) -> AsyncIterator[tuple[Head, NodeDaemon, asyncio.Task[None]]]:
     """A daemon with stub workers in this process, and its head node."""
     Stub.made = []
-    monkeypatch.setattr(node_module, "HostedWorker", Stub)
+    monkeypatch.setattr(daemon_module, "HostedWorker", Stub)
     run_dir = run_dir_of(tmp_path)
     head = Head(run_dir, **options)
     link = SidecarLink(head.address, credentials(run_dir.keys, PeerKind.SIDECAR))

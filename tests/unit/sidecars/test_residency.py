@@ -16,7 +16,8 @@ from relax_slurm.forward import Upstream
 from sidecars.engine import ALL_TAGS, SGLangEngine, Tag
 from sidecars.ledger import GIB, NodeLedger
 from sidecars.residency import MemoryMeter, Result, Tenancy, WeightRestore
-from tests.contract.engine_program import worker
+from sidecars.worker import EnginePorts
+from tests.contract.engine_program import free_port, worker
 
 
 class RecordingGuard:
@@ -255,5 +256,48 @@ def test_both_at_once_take_turns(tmp_path: Path) -> None:
             off, on = await asyncio.gather(it.tenancy.offload(20), it.tenancy.onload(20, restore=WeightRestore.BACKUP))
             assert (off.result, on.result) == (Result.RELEASED, Result.READY)
             assert it.guard.is_open
+
+    asyncio.run(scenario())
+
+
+def test_a_follower_is_asleep_when_its_own_cards_are_free(tmp_path: Path) -> None:
+    """The head speaks to the engine; the follower's sidecar believes nothing but its own measurement."""
+
+    async def scenario() -> None:
+        upstream = Upstream()
+        rendezvous = free_port()
+        workers = [
+            worker(
+                tmp_path,
+                worker_id=f"policy/replica-0#{rank}",
+                node_rank=rank,
+                nnodes=2,
+                ports=EnginePorts(free_port(), free_port(), rendezvous, free_port()),
+                log_path=str(tmp_path / f"engine{rank}.log"),
+                sim={"node": f"n{rank}", "release_seconds": 0.3},
+            )
+            for rank in (0, 1)
+        ]
+        engines = [SGLangEngine(each, upstream) for each in workers]
+        cards = [NodeLedger(tmp_path / "ledger", f"n{rank}") for rank in (0, 1)]
+        stays = [Tenancy(engines[rank], RecordingGuard(), cards[rank].used_by_gpu) for rank in (0, 1)]
+        try:
+            await asyncio.gather(*(engine.start() for engine in engines))
+            await asyncio.gather(*(engine.wait_ready(time.monotonic() + 20) for engine in engines))
+            for stay in stays:
+                stay.note_loaded()
+            alone = await stays[1].offload(0.2)
+            assert alone.result is Result.MEMORY_HELD, "nothing was released yet"
+            head, follower = await asyncio.gather(*(stay.offload(20) for stay in stays))
+            assert (head.result, follower.result) == (Result.RELEASED, Result.RELEASED)
+            assert all(used < GIB for ledger in cards for used in ledger.used_by_gpu((0, 1)).values())
+            assert (await stays[1].offload(20)).result is Result.ALREADY_RELEASED
+            head, follower = await asyncio.gather(*(stay.onload(20) for stay in stays))
+            assert follower.ok
+            assert head.result in {Result.READY, Result.WEIGHTS_PENDING}
+            assert all(used > 60 * GIB for ledger in cards for used in ledger.used_by_gpu((0, 1)).values())
+        finally:
+            await asyncio.gather(*(engine.stop(0.2, 10) for engine in engines))
+            await upstream.close()
 
     asyncio.run(scenario())
