@@ -28,7 +28,7 @@ from relax_slurm.errors import (
     UpstreamFailed,
 )
 from relax_slurm.forward.exchange import Exchange
-from relax_slurm.forward.http import Limits, render
+from relax_slurm.forward.http import Limits, Request, render
 from relax_slurm.forward.proxy import Deadlines, End, Outcome, Relay, relay
 from relax_slurm.forward.server import HttpServer
 from relax_slurm.forward.upstream import Upstream, UpstreamLimits
@@ -151,7 +151,6 @@ INFO_FIELDS: Final = frozenset(
         "tp_size",
         "version",
         "weight_version",
-        # /v1/models
         "created",
         "data",
         "id",
@@ -161,7 +160,7 @@ INFO_FIELDS: Final = frozenset(
         "root",
     }
 )
-"""Fields of info answers that say nothing about keys, files or the command line; what a router reads to register."""
+"""Fields of info answers without keys, files or the command line; what a router reads to register."""
 
 GENERATION_HEADER: Final = b"x-relax-generation"
 _OWN_HEADERS: Final = frozenset({b"authorization", b"x-api-key", GENERATION_HEADER})
@@ -209,9 +208,8 @@ class AdmissionGuard:
     """HTTP guard in front of one engine head. Starts closed.
 
     `engine_url` is the engine's own port, `engine_api_key` is added towards it. `is_alive` is asked for /health and
-    must return at once. With `require_key` callers need it as a bearer token (the health routes stay open, as the
-    engine's are).
-    A request that names another `generation` than the guard's is meant for a predecessor and gets 503.
+    must return at once. With `require_key` callers need it as a bearer token (health routes stay open). A request that
+    names another `generation` than the guard's is meant for a predecessor and gets 503.
     """
 
     def __init__(
@@ -246,7 +244,7 @@ class AdmissionGuard:
         self._idle = asyncio.Event()
         self._idle.set()
         self._upstream = Upstream(upstream_limits)
-        self.server = HttpServer(self._handle, limits)
+        self.server = HttpServer(self._handle, limits, self._admit_head)
 
     @property
     def in_flight(self) -> int:
@@ -313,6 +311,22 @@ class AdmissionGuard:
 
     # requests
 
+    def _admit_head(self, request: Request) -> None:
+        """A body is read only for who has the key, on a listed route, while the route passes."""
+        route = find(request.method, request.path)
+        self._check_key(request)
+        self._check_state(route.kind)
+
+    def _check_key(self, request: Request) -> None:
+        if self._required is not None and not hmac.compare_digest(
+            request.headers.get(b"authorization", b"") or b"", self._required
+        ):
+            raise Unauthorized("bearer token: missing or not this engine's; send 'Authorization: Bearer <token>'")
+
+    def _check_state(self, kind: Kind) -> None:
+        if self.state not in PASSES[kind]:
+            raise Unavailable(f"admission is {self.state}; ask discovery for another engine, or again later")
+
     def _handle(self, exchange: Exchange) -> None:
         """One request, without a task: either answered here or handed to a relay."""
         request = exchange.request
@@ -324,14 +338,9 @@ class AdmissionGuard:
         if kind is Kind.READINESS:
             exchange.respond(200 if self.state in PASSES[kind] and self._is_alive() else 503)
             return
-        headers = request.headers
-        if self._required is not None and not hmac.compare_digest(
-            headers.get(b"authorization", b"") or b"", self._required
-        ):
-            raise Unauthorized("bearer token: missing or not this engine's; send 'Authorization: Bearer <token>'")
-        if self.state not in PASSES[kind]:
-            raise Unavailable(f"admission is {self.state}; ask discovery for another engine, or again later")
-        wanted = headers.get(GENERATION_HEADER)
+        self._check_key(request)
+        self._check_state(kind)  # again: it may have changed while the body came
+        wanted = request.headers.get(GENERATION_HEADER)
         if wanted is not None and wanted != b"%d" % self.generation:
             raise Unavailable(
                 f"generation {wanted.decode('latin-1')} was asked for, this engine is {self.generation}; "
@@ -387,7 +396,5 @@ class AdmissionGuard:
         if response.status == 200:
             exchange.respond_json(200, harmless(answer, self._info_fields))
         else:
-            exchange.respond_json(
-                response.status,
-                {"error": UpstreamFailed(f"the engine answered {response.status}; see its log").as_json()},
-            )
+            failed = UpstreamFailed(f"the engine answered {response.status}; see its log")
+            exchange.respond_json(response.status, {"error": failed.as_json()})

@@ -12,7 +12,7 @@ from typing import Any
 
 from relax_slurm.control.run_dir import RunDir, find, runs_root
 from relax_slurm.errors import BindingMismatch, RelaxError, Unavailable
-from relax_slurm.slurm.job import JobRef
+from relax_slurm.slurm.job import JobRef, JobState, JobView
 
 MAX_ROWS = 8
 LAG_SECONDS = 5.0
@@ -97,25 +97,41 @@ def ask(run_dir: RunDir, kind: str, *, timeout_seconds: float = 5.0, **fields: A
 
 
 def state_of(run_dir: RunDir, *, timeout_seconds: float = 3.0) -> dict[str, Any]:
-    """The state document; without a coordinator what the run directory and the backend say."""
+    """The state document; without a coordinator what the run directory and the backend say.
+
+    An outcome is that of the run only when the job is over: a job that Slurm starts again has outcomes of earlier
+    attempts.
+    """
     run_dir = run_dir.newest()
     outcome = run_dir.read("outcome.json")
     if outcome is None:
         try:
             return ask(run_dir, "get_state", timeout_seconds=timeout_seconds)
         except Unavailable as error:
-            return _from_outside(run_dir, error.message)
-    ended: dict[str, Any] = {key: outcome[key] for key in ("state", "exit_code", "reason", "error") if key in outcome}
-    return _from_outside(run_dir, "") | ended
+            return _look_from_outside(run_dir, error.message)[0]
+    outside, job_state = _look_from_outside(run_dir, "")
+    if job_state is None or job_state.over:
+        return outside | {key: outcome[key] for key in ("state", "exit_code", "reason", "error") if key in outcome}
+    return outside | {"reason": not_over(run_dir, outcome, job_state), "gateway_url": None}
 
 
-def _from_outside(run_dir: RunDir, note: str) -> dict[str, Any]:
+def not_over(run_dir: RunDir, outcome: dict[str, Any], view: JobView) -> str:
+    """Why an attempt that has ended is not the end of its run: the job waits to run again, or has not ended yet."""
+    ended = f"attempt {run_dir.attempt} ended with {outcome.get('state')}"
+    if outcome.get("reason"):
+        ended += f" ({outcome['reason']})"
+    if view.state is JobState.PENDING:
+        return f"requeued{f' ({view.reason})' if view.reason else ''}; {ended}"
+    return f"{ended}; its job is not over"
+
+
+def _look_from_outside(run_dir: RunDir, note: str) -> tuple[dict[str, Any], JobView | None]:
     from relax_slurm.control.backends import backend_for
 
     job = job_of(run_dir)
     view = backend_for(job[0]).poll(job[1]) if job is not None else None
     endpoint = run_dir.read("endpoint.json") or {}
-    return {
+    document: dict[str, Any] = {
         "run": run_dir.run,
         "attempt": run_dir.attempt,
         "epoch": endpoint.get("epoch"),
@@ -130,3 +146,4 @@ def _from_outside(run_dir: RunDir, note: str) -> dict[str, Any]:
         "nodes": [],
         "replicas": [],
     }
+    return document, view

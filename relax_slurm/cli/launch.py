@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from relax_slurm.cli.common import job_of
+from relax_slurm.cli.common import job_of, not_over
 from relax_slurm.cli.progress import Progress
 from relax_slurm.cli.ready import ReadyWait
 from relax_slurm.config.load import load
@@ -21,7 +21,7 @@ from relax_slurm.control.run_dir import RunDir, find, launch_lock, runs_root
 from relax_slurm.core.placement import plan as make_plan
 from relax_slurm.errors import ConfigError, RelaxError
 from relax_slurm.slurm.backend import Backend
-from relax_slurm.slurm.job import JobRef
+from relax_slurm.slurm.job import JobRef, JobState
 from relax_slurm.slurm.submit import Submission
 from relax_slurm.wire.host import ephemeral_range
 
@@ -109,12 +109,15 @@ def _release(run_dir: RunDir, backend: Backend, job: JobRef, progress: Progress)
 
 
 def _over(backend: Backend, job: JobRef, seconds: float) -> bool:
+    """Whether the job is over within this time; answers at once for a job that waits in the queue."""
     deadline = time.monotonic() + seconds
     pause = 0.05
-    while not (over := backend.poll(job).over) and time.monotonic() < deadline:
+    while not (view := backend.poll(job)).over and time.monotonic() < deadline:
+        if view.state is JobState.PENDING:
+            return False  # it waits to run again: nothing of it ends by itself
         time.sleep(pause)
         pause = min(pause * 2, 1.0)
-    return over
+    return view.over
 
 
 def _what(kind: BackendKind) -> str:
@@ -144,12 +147,17 @@ def _refuse_second(root: Path, name: str) -> None:
     if job is None:
         return
     backend = backend_for(job[0])
-    ended = before.read("outcome.json") is not None
-    if not _over(backend, job[1], RELEASE_SECONDS if ended else 0.0):
-        raise ConfigError(
-            f"run {name!r} exists already (attempt {before.attempt}, {job[0]} job {job[1]}); "
-            f"stop it with `relax-slurm stop {name}` or choose another name"
-        )
+    deadline = time.monotonic() + RELEASE_SECONDS
+    while not (view := backend.poll(job[1])).over:
+        newest = before.newest()
+        outcome = newest.read("outcome.json")
+        if outcome is None or view.state is JobState.PENDING or time.monotonic() > deadline:
+            raise ConfigError(
+                f"run {name!r} exists already (attempt {newest.attempt}, {job[0]} job {job[1]}"
+                f"{'' if outcome is None else f', {not_over(newest, outcome, view)}'}); "
+                f"stop it with `relax-slurm stop {name}` or choose another name"
+            )
+        time.sleep(0.2)  # it has an outcome: its job is about to end
 
 
 def _answer(args: argparse.Namespace, state: dict[str, Any], run_dir: RunDir) -> None:

@@ -55,16 +55,17 @@ class ReadyWait:
         self._pending_since = self._start = time.monotonic()
         self._running_since: float | None = None
         self._next_poll = self._start
+        self._over = False
 
     def wait(self) -> dict[str, Any]:
         """The state document of the run that serves; raises what the run failed with."""
         while True:
             self.run_dir = self.run_dir.newest()
             outcome = self.run_dir.read("outcome.json")
-            if outcome is not None:
+            if outcome is not None and (self._over or not _may_come_back(outcome)):
                 raise failure(self.run_dir, outcome)
             began = time.monotonic()
-            state = self._state()
+            state = self._state() if outcome is None else None
             if state is not None:
                 self._progress.state(state)
                 if state["state"] in ("READY", "DEGRADED") and state.get("gateway_url"):
@@ -86,6 +87,7 @@ class ReadyWait:
         self._next_poll = now + min(max(POLL_SECONDS[0], (now - self._start) / 30), POLL_SECONDS[1])
         view = self._backend.poll(self._job)
         self._progress.job(view)
+        self._over = view.over
         if view.over:
             if outcome_of(self.run_dir) is None:
                 raise StartupFailed(
@@ -111,6 +113,11 @@ class ReadyWait:
                 f"job {self._job} of run {run!r} did not start within slurm.queue_seconds "
                 f"({self._queue_seconds:g} s): {reason or 'Slurm names no reason'}"
             )
+
+
+def _may_come_back(outcome: dict[str, Any]) -> bool:
+    """Whether the attempt was only told to end, as Slurm does before it starts the job again."""
+    return outcome.get("exit_code") in (0, Preempted.exit_code)
 
 
 def failure(run_dir: RunDir, outcome: dict[str, Any]) -> RelaxError:

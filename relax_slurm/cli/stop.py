@@ -12,10 +12,20 @@ from relax_slurm.cli.common import LAG_SECONDS, add_run_argument, ask, job_of, o
 from relax_slurm.cli.progress import Progress
 from relax_slurm.config.load import from_resolved
 from relax_slurm.control.backends import BackendKind, backend_for
+from relax_slurm.control.local import LocalBackend
 from relax_slurm.control.replica_commands import ENDING_SECONDS
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.errors import RecoveryRequired, Unavailable
+from relax_slurm.slurm.backend import Backend
+from relax_slurm.slurm.job import JobRef, JobState, JobView
 from relax_slurm.wire.client import RemoteError
+
+FORCE_SECONDS = 30.0
+"""The part of the time (half of a short one) that is kept for ending what did not end when it was asked."""
+KILL_SECONDS = 1.0
+"""A local supervisor gets at least this long to be seen to end, also where the time is shorter or up."""
+AGAIN_SECONDS = 2.0
+"""A job that waits or runs a new attempt so long after it was cancelled was requeued meanwhile: cancelled once more."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=None,
         metavar="SECONDS",
-        help="how long an orderly end may take (default: what requests and engines are given, and half a minute)",
+        help="how long everything may take, a forced end included "
+        "(default: what requests and engines are given, and a minute)",
     )
 
 
@@ -34,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit 0 when nothing of the run is left; 9 when the end of something is not proven."""
     run_dir = the_run(args)
     progress = Progress(sys.stderr)
-    outcome = stop(run_dir, progress, _orderly_seconds(run_dir) if args.timeout is None else args.timeout)
+    outcome = stop(run_dir, progress, _default_seconds(run_dir) if args.timeout is None else args.timeout)
     if args.json:
         print(json.dumps(outcome, indent=2))
     else:
@@ -48,50 +59,102 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _orderly_seconds(run_dir: RunDir) -> float:
-    """Requests may drain, then a sidecar ends its engines, then the supervisor ends the sidecars."""
+def _default_seconds(run_dir: RunDir) -> float:
+    """Requests may drain, a sidecar ends its engines, the supervisor ends the sidecars; then an end may be forced."""
     config = from_resolved((run_dir.path / "config.json").read_text())
-    return config.control.drain_seconds + ENDING_SECONDS + 30.0
+    return config.control.drain_seconds + ENDING_SECONDS + 30.0 + FORCE_SECONDS
 
 
 def stop(run_dir: RunDir, progress: Progress, timeout_seconds: float) -> dict[str, Any]:
-    """End the run and answer its outcome. A borrowed allocation stays; only our supervisor and steps end."""
+    """End the run and answer its outcome. A borrowed allocation stays; only our supervisor and steps end.
+
+    `timeout_seconds` covers everything; the last part of it is kept for ending what did not end when asked.
+    """
     job = job_of(run_dir)
     if job is None:
         return {"run": run_dir.run, "state": "UNSUBMITTED"}
-    kind, ref = job
-    backend = backend_for(kind)
-    cancelled = False
-    if run_dir.read("outcome.json") is None:
-        try:
-            ask(run_dir, "stop", timeout_seconds=5.0, reason="relax-slurm stop")
-            progress.say("asked the coordinator to stop")
-        except (Unavailable, RemoteError) as error:
-            progress.say(f"no coordinator to ask ({error.message}); ending the {_noun(kind)} instead")
-            backend.cancel(ref)
-            cancelled = True
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        view = backend.poll(ref)
-        progress.job(view)
-        if view.over:
-            break
-        if time.monotonic() > deadline:
-            if cancelled:
+    return _Stop(run_dir, backend_for(job[0]), *job, progress, timeout_seconds).to_the_end()
+
+
+class _Stop:
+    """The end of one job, whichever attempt it runs."""
+
+    def __init__(
+        self, run_dir: RunDir, backend: Backend, kind: str, job: JobRef, progress: Progress, timeout_seconds: float
+    ) -> None:
+        self._run_dir, self._backend, self._kind, self._job = run_dir, backend, kind, job
+        self._progress, self._timeout_seconds = progress, timeout_seconds
+        self._deadline = time.monotonic() + timeout_seconds
+        self._force_seconds = min(FORCE_SECONDS, timeout_seconds / 2)
+        self._asked: int | None = None
+        """The attempt whose coordinator took the request."""
+        self._cancelled: float | None = None
+        """When the job was cancelled last."""
+        self._cancelled_attempt = run_dir.attempt
+
+    def to_the_end(self) -> dict[str, Any]:
+        """Ask, look and cancel until the job is over; `RecoveryRequired` when it is not in time."""
+        while True:
+            self._run_dir = self._run_dir.newest()
+            view = self._backend.poll(self._job)
+            self._progress.job(view)
+            if view.over:
+                return self._outcome()
+            left = self._deadline - time.monotonic()
+            if self._cancelled is None:
+                self._end_in_good_order(view, left)
+            elif left <= 0:
                 raise RecoveryRequired(
-                    f"{kind} job {ref} of run {run_dir.run!r} is still {view.state} after it was cancelled; "
-                    f"look at it with squeue and at its nodes"
+                    f"{self._kind} job {self._job} of run {self._run_dir.run!r} is still {view.state} after it was "
+                    f"cancelled; look at it with squeue and at its nodes"
                 )
-            progress.say(f"not over after {timeout_seconds:g} s; ending the {_noun(kind)}")
-            backend.cancel(ref)
-            cancelled, deadline = True, time.monotonic() + timeout_seconds
-        time.sleep(0.2)
-    wait_seconds = 0.0 if cancelled else LAG_SECONDS
-    return outcome_of(run_dir, wait_seconds) or {
-        "run": run_dir.run,
-        "state": "STOPPED",
-        "reason": "the job was ended",
-    }
+            elif self._runs_again(view) and time.monotonic() - self._cancelled > AGAIN_SECONDS:
+                self._cancel("it was put back into the queue")
+            time.sleep(0.2)
+
+    def _runs_again(self, view: JobView) -> bool:
+        return view.state is JobState.PENDING or self._run_dir.attempt > self._cancelled_attempt
+
+    def _end_in_good_order(self, view: JobView, left: float) -> None:
+        """The newest attempt is asked once; where nobody can be asked or time runs out, the job is cancelled."""
+        attempt, ended = self._run_dir.attempt, self._run_dir.read("outcome.json") is not None
+        if view.state is JobState.PENDING:
+            self._cancel("the job waits in the queue")
+        elif left <= self._force_seconds:
+            self._cancel(f"not over after {self._timeout_seconds - self._force_seconds:g} s")
+        elif self._asked == attempt or (ended and view.state is JobState.UNKNOWN):
+            return
+        elif ended:
+            # Nobody asked this attempt to end: the job may be on its way back into the queue.
+            self._cancel(f"attempt {attempt} has ended and its job has not")
+        else:
+            self._ask(attempt, left)
+
+    def _ask(self, attempt: int, left: float) -> None:
+        try:
+            ask(self._run_dir, "stop", timeout_seconds=min(5.0, left), reason="relax-slurm stop")
+        except (Unavailable, RemoteError) as error:
+            self._cancel(f"no coordinator to ask ({error.message})")
+        else:
+            self._asked = attempt
+            self._progress.say("asked the coordinator to stop")
+
+    def _cancel(self, why: str) -> None:
+        self._progress.say(f"{why}; ending the {_noun(self._kind)}")
+        if isinstance(self._backend, LocalBackend):  # waits for the end; scancel does not
+            self._backend.cancel(self._job, max(self._deadline - time.monotonic(), KILL_SECONDS))
+        else:
+            self._backend.cancel(self._job)
+        self._cancelled, self._cancelled_attempt = time.monotonic(), self._run_dir.attempt
+
+    def _outcome(self) -> dict[str, Any]:
+        lag = LAG_SECONDS if self._cancelled is None else 0.0
+        left = max(self._deadline - time.monotonic(), 0.0)
+        return outcome_of(self._run_dir.newest(), min(lag, left)) or {
+            "run": self._run_dir.run,
+            "state": "STOPPED",
+            "reason": "the job was ended",
+        }
 
 
 def _noun(kind: str) -> str:

@@ -63,6 +63,13 @@ def _one_line(value: str) -> str:
     return value
 
 
+def _plain(value: str) -> str:
+    """Text that ends up in a command line or a path: NUL cannot, and a line break is never meant."""
+    if any(character in value for character in "\0\n\r"):
+        raise ValueError("contains a NUL or a line break; write plain text on one line")
+    return value
+
+
 def _name(value: str) -> str:
     if not re.fullmatch(NAME_PATTERN, value):
         raise ValueError("is not a name; use 1 to 48 of the characters A-Z a-z 0-9 . _ -")
@@ -81,6 +88,6 @@ PathText = Annotated[str, AfterValidator(_line)]
 """A path that a directive names; it may contain spaces, since it is written in quotes."""
 ShellLine = Annotated[str, AfterValidator(_one_line)]
 """One line of shell, run before our own commands."""
-Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=4096), AfterValidator(_plain)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]

@@ -257,10 +257,14 @@ class Coordinator:
         """A client wants the end, or the supervisor cannot go on."""
         reason = message.reason or "asked by a client"
         if message.failed:
-            up = self.run.state in (RunState.READY, RunState.DEGRADED)
-            self._fail(EngineFailed(reason) if up else StartupFailed(reason))
+            self.fail_run(reason)
         else:
             self.request_stop(reason)
+
+    def fail_run(self, reason: str) -> None:
+        """End the run as failed: something that it cannot go on without is gone."""
+        up = self.run.state in (RunState.READY, RunState.DEGRADED)
+        self._fail(EngineFailed(reason) if up else StartupFailed(reason))
 
     def request_stop(self, reason: str) -> None:
         """Ask for the end of the run; the first reason stays."""

@@ -20,11 +20,11 @@ from relax_slurm.control.head_ports import head_ports
 from relax_slurm.control.lifecycle import walk
 from relax_slurm.control.run_dir import AlreadyRunning, RunDir
 from relax_slurm.core.placement_json import from_json
-from relax_slurm.errors import RelaxError, StartupFailed
+from relax_slurm.errors import EngineFailed, RelaxError, StartupFailed
 from relax_slurm.wire.host import allow_many_files
 from relax_slurm.wire.keys import allowed, read_pair
 from relax_slurm.wire.messages import PeerKind
-from relax_slurm.wire.parent import end_with_parent
+from relax_slurm.wire.parent import end_with_parent, parent_gone
 from relax_slurm.wire.server import ControlServer
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ async def serve(run_dir: RunDir) -> int:
             loop.add_signal_handler(number, coordinator.request_stop, reason)
         coordinator.start()  # from here on others know us, and may tell us to end
         try:
-            outcome = await walk(coordinator)
+            outcome = _in_good_order(await walk(coordinator))
             coordinator.record("outcome", **{key: outcome[key] for key in ("state", "exit_code", "reason")})
             # The outcome comes last: who waits for it finds every event written.
             await coordinator.events.flush()
@@ -65,6 +65,14 @@ async def serve(run_dir: RunDir) -> int:
         finally:
             await coordinator.close()
     return int(outcome["exit_code"])
+
+
+def _in_good_order(outcome: dict[str, Any]) -> dict[str, Any]:
+    """The outcome, corrected when the TERM that ended us was the kernel's word that the supervisor had been killed."""
+    if outcome["exit_code"] != 0 or not parent_gone():
+        return outcome
+    error = EngineFailed("the supervisor ended without taking the run down; the run was ended behind it")
+    return outcome | {"state": "FAILED", "exit_code": error.exit_code, "error": error.as_json()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,6 +104,18 @@ def failed_outcome(run_dir: RunDir, error: RelaxError) -> dict[str, Any]:
         "reason": "",
         "unproven": [],
         "error": error.as_json(),
+    }
+
+
+def stopped_outcome(run_dir: RunDir, reason: str) -> dict[str, Any]:
+    """The outcome of a run that was told to end before anything of it was up."""
+    return {
+        "run": run_dir.run,
+        "attempt": run_dir.attempt,
+        "state": "STOPPED",
+        "exit_code": 0,
+        "reason": reason,
+        "unproven": [],
     }
 
 

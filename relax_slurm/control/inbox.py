@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from relax_slurm.control.refusals import Fault
+from relax_slurm.control.refusals import Fault, IdReused
 from relax_slurm.control.state_document import state_document
 from relax_slurm.errors import RelaxError
 from relax_slurm.wire.messages import (
@@ -34,13 +35,21 @@ KEPT_ANSWERS = 1024
 """How many answers to requests that change something are kept for a client that asks again under the same id."""
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request that changed something, as its own fingerprint, and what was answered."""
+
+    request: Request
+    result: dict[str, Any]
+
+
 class Inbox:
     """Reads one message after the other; what one of them does is complete before the next is looked at."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._of = coordinator
         self._server = coordinator.server
-        self._answers: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._answers: OrderedDict[str, Answered] = OrderedDict()
 
     async def run(self) -> None:
         """Until cancelled. No message ends it."""
@@ -76,9 +85,10 @@ class Inbox:
         if isinstance(message, Hello | Beat | WorkerEvent | Result):
             await self._from_sidecar(incoming.identity, message)
             return
-        result = self._answers.get(message.id)
-        if result is None:
-            result = self._answer(message)
+        known = self._answers.get(message.id)
+        if known is not None and known.request != message:
+            raise IdReused(f"id {message.id} was {known.request.kind}, now it is {message.kind} or other arguments")
+        result = self._answer(message) if known is None else known.result
         await self._server.send(incoming.identity, self._reply(message.id, result))
 
     async def _from_sidecar(self, identity: bytes, message: FromSidecar) -> None:
@@ -115,7 +125,7 @@ class Inbox:
                 result = {"state": of.run.state}
             case _:
                 return {"epoch": of.epoch, "state": of.run.state}
-        self._answers[message.id] = result
+        self._answers[message.id] = Answered(message, result)
         if len(self._answers) > KEPT_ANSWERS:
             self._answers.popitem(last=False)
         return result

@@ -55,10 +55,15 @@ class LocalBackend:
             return JobView(JobState.RUNNING, (ComponentView(0, str(JobState.RUNNING)),), reason)
         return JobView(JobState.GONE, (ComponentView(0, str(JobState.GONE)),))
 
-    def cancel(self, job: JobRef) -> None:
-        """See `Backend.cancel`: first asked, and after a while ended; its children are tied to its life."""
+    def cancel(self, job: JobRef, budget_seconds: float | None = None) -> None:
+        """See `Backend.cancel`: first asked, and after a while ended; its children are tied to its life.
+
+        Takes at most `budget_seconds` (default: what `CANCEL_SECONDS` gives), shared out in the same proportion.
+        """
         pid, start = _parts(job)
-        for number, seconds in zip((signal.SIGTERM, signal.SIGKILL), CANCEL_SECONDS, strict=True):
+        scale = 1.0 if budget_seconds is None else min(1.0, budget_seconds / sum(CANCEL_SECONDS))
+        for number, limit in zip((signal.SIGTERM, signal.SIGKILL), CANCEL_SECONDS, strict=True):
+            seconds = limit * scale
             if _start_ticks(pid) == start:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)

@@ -37,6 +37,8 @@ from relax_slurm.errors import EngineFailed, RecoveryRequired, RelaxError, Start
 from relax_slurm.wire.messages import WorkerState, WorkerStatus
 
 STOP_AGAIN_SECONDS = 30.0
+REBUILD_PAUSE_SECONDS = 1.0
+MAX_REBUILD_PAUSE_SECONDS = 30.0
 """Pause before a stop that could not be confirmed is asked for again."""
 _BAD = (State.FAILED, State.STOPPING, State.GONE)
 
@@ -52,6 +54,11 @@ class Hooks:
     """Run as a task that the coordinator keeps and whose failure ends the run."""
     clock: Callable[[], float]
     new_id: Callable[[], str]
+
+
+def rebuild_pause(restarts: int) -> float:
+    """Seconds between the last rebuild and the next one, growing with what the window has seen already."""
+    return min(REBUILD_PAUSE_SECONDS * 2.0 ** (restarts - 1), MAX_REBUILD_PAUSE_SECONDS)
 
 
 class InferenceManager:
@@ -361,6 +368,8 @@ class InferenceManager:
         if len(slot.restarts) >= budget.max_restarts:
             self._give_up(slot, slot.replica.reason)
             return
+        if slot.restarts and now - slot.restarts[-1] < rebuild_pause(len(slot.restarts)):
+            return  # `tick` comes back to it: what fails at once must not use up its restarts at once
         slot.restarts.append(now)
         self._dispatch.withdraw(slot)
         slot.replica = slot.replica.successor(now)

@@ -28,7 +28,7 @@ from relax_slurm.config.models import RunConfig
 from relax_slurm.control import logs
 from relax_slurm.control.allocation import FILE
 from relax_slurm.control.gateway_socket import open_gateway_socket
-from relax_slurm.control.head import failed_outcome
+from relax_slurm.control.head import failed_outcome, stopped_outcome
 from relax_slurm.control.local_site import LocalSite
 from relax_slurm.control.restarts import Restarts
 from relax_slurm.control.run_dir import RunDir
@@ -66,6 +66,7 @@ class Supervisor:
         self._client: ControlClient | None = None
         self._coordinator: Process | None = None
         self._ending = asyncio.Event()
+        self._asked_to_end: str | None = None
         self._steps: dict[str, Process] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._proctrack = Proctrack.UNKNOWN
@@ -236,7 +237,8 @@ class Supervisor:
         self._run_dir.append_event({"event": "signal", "signal": name})
         if self._coordinator is None:
             raise SystemExit(128 + number)  # nothing runs yet, so there is nothing to end in order
-        self._spawn(self._ask_stop(f"signal {name}"))
+        self._asked_to_end = f"signal {name}"
+        self._spawn(self._ask_stop(self._asked_to_end))
 
     async def _take_down(self, runner: StepRunner) -> None:
         """End what still runs: some were sent home and leave by themselves, others are asked, then made to."""
@@ -253,6 +255,10 @@ class Supervisor:
 
     def _exit_code(self, coordinator_code: int) -> int:
         outcome = self._run_dir.read("outcome.json")
+        if outcome is None and self._asked_to_end is not None and coordinator_code < 0 and self._client is None:
+            # It was told to end before it could write down where it is, so no node was started either.
+            outcome = stopped_outcome(self._run_dir, self._asked_to_end)
+            self._run_dir.write_json("outcome.json", outcome)
         if outcome is None:
             error = StartupFailed(
                 f"the coordinator ended with code {coordinator_code} and left no outcome; "

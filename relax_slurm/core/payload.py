@@ -22,6 +22,8 @@ MAX_COPIES: Final = 1024
 """Largest `n`: an engine makes that many requests of one before it looks at any of them."""
 
 
+MAX_REQUESTS: Final = 16_384
+"""Most requests that one body may become, prompts times copies: an engine makes all of them before it serves any."""
 MAX_TOP_K: Final = 2**31 - 1
 """Largest `top_k`: it becomes a 32-bit number in the scheduler, whatever was sent."""
 PER_REQUEST: Final = ("return_logprob",)
@@ -62,6 +64,7 @@ def check_generate(body: Mapping[str, Any], rules: Rules) -> None:
     if ids is not None:
         _prompts("input_ids", ids, rules, text=False)
     size = _batch_size(body)
+    _requests("the batch", size or 1, None)
     for where, value in _each("logprob_start_len", body, size):
         _whole(where, value, -1, None)
     for where, value in _each("top_logprobs_num", body, size):
@@ -72,6 +75,7 @@ def check_generate(body: Mapping[str, Any], rules: Rules) -> None:
         if not isinstance(params, Mapping):
             raise _wrong(where, f"is {_kind(params)}", "an object of parameters")
         _sampling(where + ".", params, rules)
+        _requests(f"{where}.n", size or 1, params.get("n"))
     for name in PER_REQUEST:
         _each(name, body, size)
     if body.get("positional_embed_overrides") is not None:
@@ -87,6 +91,8 @@ def check_completion(body: Mapping[str, Any], rules: Rules) -> None:
     if logprobs is not None and not isinstance(logprobs, bool):
         _whole("logprobs", logprobs, 0, rules.vocab_size)
     _sampling("", body, rules)
+    prompts = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+    _requests("n", prompts, body.get("n"))
 
 
 def check_chat(body: Mapping[str, Any], rules: Rules) -> None:
@@ -247,6 +253,13 @@ def _sampling(prefix: str, params: Mapping[str, Any], rules: Rules) -> None:
         if not isinstance(stops, list):
             raise _wrong(f"{prefix}stop_token_ids", f"is {_kind(stops)}", "a list of token ids")
         _tokens(f"{prefix}stop_token_ids", stops, rules)
+
+
+def _requests(where: str, prompts: int, copies: Any) -> None:
+    """How many requests the engine would make of this body."""
+    total = prompts * max(int(copies or 1), 1)
+    if total > MAX_REQUESTS:
+        raise _wrong(where, f"makes {total} requests of {prompts} prompts", f"at most {MAX_REQUESTS} in one body")
 
 
 def _bias(where: str, bias: Any, rules: Rules) -> None:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, cast
 
-from relax_slurm.errors import BodyTooLarge, RelaxError, Unavailable
+from relax_slurm.errors import RelaxError, Unavailable
 from relax_slurm.forward.clock import NEVER
 from relax_slurm.forward.exchange import JSON_LINE, Exchange, Link, Phase, encode_json
 from relax_slurm.forward.http import Request, date_line, status_line
@@ -31,6 +31,7 @@ class Connection(asyncio.Protocol, Link):
     __slots__ = (
         "_eof",
         "_exchange",
+        "_held",
         "_lingering",
         "_paused_reading",
         "_pumping",
@@ -45,10 +46,11 @@ class Connection(asyncio.Protocol, Link):
 
     def __init__(self, server: HttpServer) -> None:
         self._server = server
-        self._reader = RequestReader(server.limits)
+        self._reader = RequestReader(server.limits, server.admit, server.budget)
         self._transport: asyncio.Transport | None = None
         self._stash: list[bytes] = []
         self._exchange: Exchange | None = None
+        self._held = 0  # bytes of the running request's body
         self._task: asyncio.Task[None] | None = None
         self._pumping = False
         self._paused_reading = False
@@ -76,9 +78,11 @@ class Connection(asyncio.Protocol, Link):
         """Tell the running exchange that its client is gone."""
         self._transport = None
         self._reader.close()
-        self._reader.ready.clear()
+        self._reader.drop_ready()
         self._stash.clear()
         exchange, self._exchange = self._exchange, None
+        self._server.budget.held -= self._held
+        self._held = 0
         if exchange is not None:
             if exchange.phase is not _DONE:
                 self._server.counters.aborted += 1
@@ -176,6 +180,7 @@ class Connection(asyncio.Protocol, Link):
         server.counters.requests += 1
         self.deadline = NEVER
         self._waited = None
+        self._held = len(request.body)
         exchange = self._exchange = Exchange(self, request)
         if self._eof:
             exchange.gone = True
@@ -206,10 +211,12 @@ class Connection(asyncio.Protocol, Link):
         if exchange is not self._exchange:
             return
         self._exchange = None
+        self._server.budget.held -= self._held
+        self._held = 0
         if close or self.ending:
             self._reader.close()
             self._reader.refusal = None
-            self._reader.ready.clear()
+            self._reader.drop_ready()
             self._stash.clear()
             self._close()
         elif self._pumping:
@@ -263,19 +270,21 @@ class Connection(asyncio.Protocol, Link):
         else:
             transport.close()
 
-    def _refuse(self, refusal: Refusal | BodyTooLarge) -> None:
+    def _refuse(self, refusal: RelaxError) -> None:
         self._reader.refusal = None
         self._server.counters.bad_requests += 1
-        self._end_with(refusal.status if isinstance(refusal, Refusal) else refusal.http_status, refusal)
+        self._end_with(
+            refusal.status if isinstance(refusal, Refusal) else refusal.http_status, refusal, self._reader.refusal_block
+        )
 
-    def _end_with(self, status: int, error: RelaxError) -> None:
+    def _end_with(self, status: int, error: RelaxError, block: bytes = b"") -> None:
         """Answer, close our side, and throw away for a moment what the client still sends: closing with
         unread bytes would reset the connection, and the client would never see the answer."""
         body = encode_json({"error": error.as_json()})
         retry = b"" if error.retry_after is None else b"retry-after: %d\r\n" % error.retry_after
         self.write(
-            b"%b%b%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"
-            % (status_line(status), date_line(), JSON_LINE, retry, len(body), body)
+            b"%b%b%b%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"
+            % (status_line(status), date_line(), JSON_LINE, retry, block, len(body), body)
         )
         self._lingering = True
         self._reader.close()

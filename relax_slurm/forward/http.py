@@ -102,6 +102,9 @@ class Limits:
 
     max_body_bytes: int = 64 * 1024 * 1024
     """Largest request body; a larger one is answered 413 and not read."""
+    max_buffered_bytes: int = 1024 * 1024 * 1024
+    """Request bodies of all connections together, from their first byte to the end of their answer; the request that
+    goes over it is answered 503 and its connection closed."""
     max_header_bytes: int = 64 * 1024
     """Request line plus header fields; more is answered 431."""
     max_connections: int = 8192

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
 import httptools
 
-from relax_slurm.errors import BodyTooLarge, RelaxError
+from relax_slurm.errors import BodyTooLarge, RelaxError, Unavailable
 from relax_slurm.forward.http import Headers, Limits, Request
+
+log = logging.getLogger("relax_slurm.forward")
 
 SLICE_BYTES = 64 * 1024
 """Largest piece to feed at once: bounds how many pipelined requests are parsed before the first is answered."""
@@ -51,6 +55,32 @@ class Refusal(RelaxError):
         return {"message": self.message, "type": "invalid_request_error", "code": self.refusal_code}
 
 
+class Denied(Exception):
+    """What `Admit` may raise instead of a bare RelaxError: the same answer, with a block of header lines on it."""
+
+    def __init__(self, error: RelaxError, block: bytes) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.block = block
+
+
+Admit = Callable[[Request], None]
+"""Looks at the head of a request that announces a body, before a byte of the body is kept.
+
+Raises a RelaxError (or Denied) to have the request answered with it at once and its connection closed, the body
+unread. It is for sparing memory: requests without a body do not come by, so the handler has to judge as well.
+"""
+
+
+class Budget:
+    """Bytes of request bodies that one server holds, on all its connections."""
+
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held = 0
+
+
 class RequestReader:
     """Parses one connection's requests into `ready`; the first bad one becomes `refusal` and ends the
     reading.
@@ -59,7 +89,9 @@ class RequestReader:
     """
 
     __slots__ = (
+        "_admit",
         "_body_bytes",
+        "_budget",
         "_fed",
         "_fed_bytes",
         "_headers",
@@ -73,17 +105,22 @@ class RequestReader:
         "reading",
         "ready",
         "refusal",
+        "refusal_block",
     )
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, admit: Admit | None = None, budget: Budget | None = None) -> None:
         self.ready: deque[Request] = deque()
         """Complete requests in order; the owner takes them out."""
-        self.refusal: Refusal | BodyTooLarge | None = None
+        self.refusal: RelaxError | None = None
         """Why reading ended, when it ended badly."""
+        self.refusal_block = b""
+        """Header lines that belong on the refusal's answer."""
         self.reading = Reading.BETWEEN
         self.expects = False
         """The client waits for `100 Continue` before it sends the body; the owner clears it."""
         self._limits = limits
+        self._admit = admit
+        self._budget = budget or Budget()
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._target = b""
         self._headers = Headers()
@@ -110,8 +147,11 @@ class RequestReader:
             self.close()
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
-            if isinstance(cause, Refusal | BodyTooLarge):
+            if isinstance(cause, RelaxError):
                 self.refuse(cause)
+            elif isinstance(cause, Denied):
+                self.refusal_block = cause.block
+                self.refuse(cause.error)
             else:
                 self.refuse(Refusal(400, "bad_request", f"request: {cause or error}"))
         except httptools.HttpParserError as error:
@@ -125,7 +165,7 @@ class RequestReader:
             if self._fed_bytes - _CHUNK_OVERHEAD * self._body_bytes > self._limits.max_header_bytes + SLICE_BYTES:
                 self.refuse(_header_refusal(self._limits.max_header_bytes))
 
-    def refuse(self, refusal: Refusal | BodyTooLarge) -> None:
+    def refuse(self, refusal: RelaxError) -> None:
         """End the reading with an answer that is due after those to `ready`."""
         self.refusal = refusal
         self.close()
@@ -137,6 +177,14 @@ class RequestReader:
         self._request = None
         self._pieces = []
         self._spill = None
+        self._budget.held -= self._body_bytes
+        self._body_bytes = 0
+
+    def drop_ready(self) -> None:
+        """Forget the complete requests that nobody will answer."""
+        for request in self.ready:
+            self._budget.held -= len(request.body)
+        self.ready.clear()
 
     # llhttp callbacks
 
@@ -183,12 +231,21 @@ class RequestReader:
         self._request = request
         if b"content-length" in names or b"transfer-encoding" in names:
             self._judge_body(names, http10=http10)
+            if self._admit is not None and names.get(b"content-length") != b"0":
+                self._ask_admission(request, self._admit)
 
     def on_body(self, piece: bytes) -> None:
         """A piece of the body; chunked bodies meet the limit here."""
-        self._body_bytes += len(piece)
+        size = len(piece)
+        self._body_bytes += size
+        budget = self._budget
+        budget.held += size
         if self._body_bytes > self._limits.max_body_bytes:
             raise _body_refusal(self._limits.max_body_bytes, self._body_bytes)
+        if budget.held > self._limits.max_buffered_bytes:
+            raise Unavailable(
+                f"request bodies: {self._limits.max_buffered_bytes} bytes are held here, which is the limit; try again"
+            )
         self._pieces.append(piece)
         if len(self._pieces) > _MAX_PIECES:
             # one-byte chunks must not cost an object each
@@ -215,6 +272,15 @@ class RequestReader:
         self._fed_bytes = self._fed  # the next head may have begun in the same piece
         self.reading = _BETWEEN
         self.ready.append(request)
+
+    def _ask_admission(self, request: Request, admit: Admit) -> None:
+        try:
+            admit(request)
+        except (RelaxError, Denied):
+            raise
+        except Exception as error:  # the boundary between the owner's code and the connection
+            log.exception("%s %s: its admission failed", request.method, request.path)
+            raise Refusal(500, "internal", "internal error; the log of this process says more") from error
 
     def _measure_head(self, headers: Headers) -> None:
         limit = self._limits.max_header_bytes

@@ -10,6 +10,7 @@ from relax_slurm.forward.clock import DeadlineClock
 from relax_slurm.forward.connection import Connection
 from relax_slurm.forward.exchange import Handler
 from relax_slurm.forward.http import Limits
+from relax_slurm.forward.reader import Admit, Budget
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class Counters:
     requests: int = 0
     """Handed to the handler."""
     bad_requests: int = 0
-    """Refused by the parser or a limit."""
+    """Refused by the parser, a limit or the admission."""
     timeouts: int = 0
     """Answered 408."""
     aborted: int = 0
@@ -33,13 +34,18 @@ class Counters:
 
 
 class HttpServer:
-    """Serves `handler` on one listening socket, on the loop that `start` runs in. Works on asyncio and on uvloop."""
+    """Serves `handler` on one listening socket, on the loop that `start` runs in. Works on asyncio and on uvloop.
+
+    `admit` sees the head of each request with a body before the body is read, and may refuse it (`reader.Admit`).
+    """
 
     loop: asyncio.AbstractEventLoop
     clock: DeadlineClock
 
-    def __init__(self, handler: Handler, limits: Limits | None = None) -> None:
+    def __init__(self, handler: Handler, limits: Limits | None = None, admit: Admit | None = None) -> None:
         self.handler = handler
+        self.admit = admit
+        self.budget = Budget()
         self.limits = limits or Limits()
         self.counters = Counters()
         self.stopping = False
@@ -90,6 +96,11 @@ class HttpServer:
             except TimeoutError:
                 return False
         return True
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Request-body bytes held now: being read, waiting for their turn or being answered."""
+        return self.budget.held
 
     # the connections' side
 

@@ -14,7 +14,8 @@ from relax_slurm.core.discovery import SnapshotSource
 from relax_slurm.core.plan import Role
 from relax_slurm.errors import NotBuilt, NotFound, RelaxError, Unauthorized
 from relax_slurm.forward.exchange import Exchange
-from relax_slurm.forward.http import Limits
+from relax_slurm.forward.http import Limits, Request, render
+from relax_slurm.forward.reader import Denied
 from relax_slurm.forward.server import HttpServer
 from relax_slurm.forward.upstream import Upstream
 from relax_slurm.gateway import views
@@ -24,6 +25,7 @@ from relax_slurm.gateway.routes import Kind, Route, find
 from relax_slurm.gateway.settings import GatewaySettings
 
 _TEXT = ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)
+_CHALLENGE = (b"www-authenticate", b"Bearer")
 _HTML = ((b"content-type", b"text/html; charset=utf-8"),)
 
 
@@ -43,7 +45,7 @@ class Gateway:
         self._token = None if settings.token is None else settings.token.encode()
         self._ids = count(1)
         self._id_prefix = secrets.token_hex(6).encode()
-        self._server = HttpServer(self.handle, Limits(max_body_bytes=settings.max_body_bytes))
+        self._server = HttpServer(self.handle, Limits(max_body_bytes=settings.max_body_bytes), self._admit)
 
     async def start(self, sock: socket.socket | None = None) -> int:
         """Listen, on `sock` when it is given; the port. OSError when the address cannot be had."""
@@ -64,7 +66,7 @@ class Gateway:
         role, kind = "", "none"
         try:
             if request.path != "/health":
-                self._authorize(exchange)
+                self._authorize(request)
             route = find(request.method, request.path)
             role, kind = route.role or "", route.kind
             if route.role is not None and route.role not in self.settings.roles:
@@ -78,15 +80,26 @@ class Gateway:
                 return
             self._answer(exchange, route)
         except RelaxError as error:
+            if isinstance(error, Unauthorized):
+                exchange.add_header(*_CHALLENGE)
             exchange.respond_error(error)
         self.metrics.finished((role, kind), exchange.status, perf_counter() - started)
 
-    def _authorize(self, exchange: Exchange) -> None:
+    def _admit(self, request: Request) -> None:
+        """Who may not ask may not fill the memory with a body either, not even on the way to an open route."""
+        started = perf_counter()
+        try:
+            self._authorize(request)
+        except Unauthorized as error:
+            request_id = self._request_id(request.headers.get(b"x-request-id"))
+            self.metrics.finished(("", "none"), error.http_status, perf_counter() - started)
+            raise Denied(error, render(((b"x-request-id", request_id), _CHALLENGE))) from error
+
+    def _authorize(self, request: Request) -> None:
         if self._token is None:
             return
-        scheme, _, given = (exchange.request.headers.get(b"authorization") or b"").partition(b" ")
+        scheme, _, given = (request.headers.get(b"authorization") or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not compare_digest(given.strip(), self._token):
-            exchange.add_header(b"www-authenticate", b"Bearer")
             raise Unauthorized("no valid bearer token; send 'Authorization: Bearer' with the run's token")
 
     def _request_id(self, given: bytes | None) -> bytes:

@@ -13,7 +13,7 @@ from relax_slurm.core.routing import RouteResolver, RouteTarget
 from relax_slurm.errors import RelaxError, Unavailable, UpstreamFailed
 from relax_slurm.forward.call import Response
 from relax_slurm.forward.exchange import JSON_LINE, Exchange
-from relax_slurm.forward.http import Headers, checked, forward_block
+from relax_slurm.forward.http import forward_block, render
 from relax_slurm.forward.proxy import Deadlines, End, Outcome, relay
 from relax_slurm.forward.upstream import Upstream
 from relax_slurm.gateway import judge, payload
@@ -27,6 +27,13 @@ from relax_slurm.gateway.sources import RenderSource
 GENERATE_PATH = "/generate"
 CHAT_PATH = "/v1/chat/completions"
 _NOT_FOR_ENGINES = frozenset({b"authorization", b"x-request-id", b"x-relax-key", b"cookie"})
+_DROPPED = {
+    # (own body, collected answer): what of the client's headers stays here
+    (False, False): _NOT_FOR_ENGINES,
+    (False, True): _NOT_FOR_ENGINES | {b"accept-encoding"},
+    (True, False): _NOT_FOR_ENGINES | {b"content-type"},
+    (True, True): _NOT_FOR_ENGINES | {b"accept-encoding", b"content-type"},
+}
 _REWRITTEN = frozenset({b"content-type", b"content-encoding", b"etag", b"digest", b"content-md5"})
 
 
@@ -68,7 +75,7 @@ class Generation:
         self._resolver = RouteResolver()
         self._deadlines = Deadlines(settings.deadline_seconds, settings.idle_seconds)
         key = settings.engine_key
-        self._engine_auth = checked([] if key is None else [(b"authorization", b"Bearer " + key.encode())])
+        self._engine_auth = render([] if key is None else [(b"authorization", b"Bearer " + key.encode())])
         self._judges = Judges(settings.judges, settings.rendering)
         self._tasks: set[asyncio.Task[None]] = set()
         self._invalidated: dict[Role, float] = {}
@@ -172,15 +179,9 @@ class Generation:
         """Relay the request, once. The answer (or the error) reaches the client later."""
         role = errand.target.role
         buffered = errand.rewrite is not None
-        drop = _NOT_FOR_ENGINES | {b"accept-encoding"} if buffered else _NOT_FOR_ENGINES
-        if errand.own_body:
-            drop |= {b"content-type"}
-        # Made from parsed fields and our own, so that the relay need not look for line breaks again.
-        headers = Headers([header for header in exchange.request.headers if header[0] not in drop])
-        headers += self._engine_auth
-        headers.append((b"x-request-id", request_id))
-        if errand.own_body:
-            headers.append((b"content-type", b"application/json"))
+        # Ours are apart from the client's, whose Connection header may name any of them. The id has no line break:
+        # it is printable or was made here.
+        own = b"%bx-request-id: %b\r\n%b" % (self._engine_auth, request_id, JSON_LINE if errand.own_body else b"")
         in_flight = self._metrics.in_flight
         in_flight[role] = in_flight.get(role, 0) + 1
 
@@ -200,10 +201,12 @@ class Generation:
                 errand.target.url,
                 errand.path,
                 done,
-                headers=headers,
+                headers=exchange.request.headers,
                 body=errand.body,
                 deadlines=self._deadlines,
                 buffered=buffered,
+                drop=_DROPPED[errand.own_body, buffered],
+                extra=own,
             )
         except RelaxError:
             in_flight[role] -= 1

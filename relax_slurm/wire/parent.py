@@ -18,3 +18,9 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != int(wanted):
         raise SystemExit(f"the supervisor (pid {wanted}) was gone before this process could be tied to it")
+
+
+def parent_gone() -> bool:
+    """Whether the named parent has ended, so that a signal just now was the kernel's and nobody's wish."""
+    wanted = os.environ.get(PARENT_VARIABLE)
+    return wanted is not None and os.getppid() != int(wanted)

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,39 @@ def test_inside_an_allocation_it_is_borrowed_and_left_as_it_was(new: NewRun, sit
         for row in site.jobs():
             slurm.run("scancel", row.split()[0])
         until(lambda: not site.jobs(), 20.0, "the allocation ends")
+
+
+@pytest.mark.parametrize("site", [SLURM], indirect=True)
+def test_a_job_that_waits_to_run_again_is_seen_refused_and_ended(new: NewRun, site: Any) -> None:
+    run = new(small())
+    job = run.up()["job_ids"][0]
+    site.cluster.run("scontrol", "requeue", job)
+    assert run.outcome()["state"] == "STOPPED"
+    until(lambda: (run.call("status", "--json").json or {})["state"] == "JOB_PENDING", 20.0, run.logs)
+    status = run.call("status", "--json").json
+    assert "requeued" in status["reason"]
+    assert "attempt 1 ended with STOPPED" in status["reason"]
+    assert (status["gateway_url"], status.get("exit_code")) == (None, None)
+    began = time.monotonic()
+    stopped = run.call("stop")
+    assert stopped.rc == 0, stopped.said
+    assert time.monotonic() - began < 15.0
+    assert run.run_dir.attempt == 1
+    run.nothing_left()
+    assert run.call("status", "--json").json["state"] == "STOPPED"
+    assert run.call("stop").rc == 0
+
+
+@pytest.mark.parametrize("site", [SLURM], indirect=True)
+def test_a_stop_while_slurm_puts_the_job_back_into_the_queue(new: NewRun, site: Any) -> None:
+    run = new(small())
+    site.cluster.run("scontrol", "requeue", run.up()["job_ids"][0])
+    began = time.monotonic()
+    stopped = run.call("stop", "--timeout", "30")
+    assert stopped.rc == 0, stopped.said
+    assert time.monotonic() - began < 25.0
+    assert run.run_dir.attempt == 1
+    run.nothing_left()
 
 
 @pytest.mark.parametrize("site", [SLURM], indirect=True)

@@ -94,10 +94,35 @@ def test_a_run_without_a_coordinator_is_seen_from_outside(tmp_path: Path, monkey
     error = {"message": "no", "code": "binding_mismatch"}
     run_dir.write_json("outcome.json", {"state": "FAILED", "exit_code": 5, "reason": "", "error": error})
     run_dir.write_json("endpoint.json", {"epoch": "e", "control": "tcp://x:1", "gateway_url": "http://h:1"})
+    monkeypatch.setattr(backends, "backend_for", lambda kind: FakeBackend(JobState.ENDED))
     state = common.state_of(run_dir)
     assert (state["state"], state["exit_code"], state["error"]) == ("FAILED", 5, error)
     for key in ("run", "attempt", "epoch", "gateway_url", "token_file", "run_dir", "roles", "leases", "batch"):
         assert key in state
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        (JobState.PENDING, "requeued (BeginTime); attempt 1 ended with STOPPED (signal SIGTERM)"),
+        (JobState.RUNNING, "attempt 1 ended with STOPPED (signal SIGTERM); its job is not over"),
+        (JobState.UNKNOWN, "attempt 1 ended with STOPPED (signal SIGTERM); its job is not over"),
+    ],
+)
+def test_an_outcome_is_final_only_when_the_job_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: JobState, reason: str
+) -> None:
+    run_dir = prepared(tmp_path / "root", tmp_path)
+    run_dir.write_json("outcome.json", {"state": "STOPPED", "exit_code": 0, "reason": "signal SIGTERM"})
+    run_dir.write_json("endpoint.json", {"epoch": "e", "control": "tcp://x:1", "gateway_url": "http://h:1"})
+    monkeypatch.setattr(backends, "backend_for", lambda kind: FakeBackend(job, reason="BeginTime"))
+    state = common.state_of(run_dir)
+    assert (state["state"], state["reason"], state["gateway_url"]) == (f"JOB_{job}", reason, None)
+    assert "exit_code" not in state
+    again = run_dir.next_attempt()
+    monkeypatch.setattr(common, "ask", lambda run_dir, kind, **_: state_of(run_dir, "STARTING"))
+    state = common.state_of(run_dir)
+    assert (state["state"], state["attempt"]) == ("STARTING", again.attempt)
 
 
 def test_a_coordinator_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

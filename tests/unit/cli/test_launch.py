@@ -28,6 +28,7 @@ from relax_slurm.errors import (
     Unavailable,
 )
 from relax_slurm.slurm.job import JobRef, JobState
+from tests.harness.wait import until
 from tests.unit.cli.stage import FakeBackend, prepared, run_file, state_of
 
 
@@ -210,6 +211,33 @@ def test_a_run_that_is_ending_is_waited_for(stage: Stage, tmp_path: Path) -> Non
     assert stage.launch("--detach") == 0
 
 
+def test_a_run_that_waits_to_run_again_is_not_waited_for(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "RELEASE_SECONDS", 60.0)
+    first = prepared(stage.root, tmp_path)
+    first.write_json("outcome.json", {"state": "STOPPED"})
+    stage.backend.states, stage.backend.reason = [JobState.PENDING], "BeginTime"
+    assert stage.launch() == 2
+    said = capsys.readouterr().err
+    assert "exists already (attempt 1, slurm job 7, requeued (BeginTime); attempt 1 ended with STOPPED)" in said
+    first.next_attempt()
+    stage.backend.states = [JobState.RUNNING]
+    assert stage.launch() == 2
+    assert "exists already (attempt 2, slurm job 7)" in capsys.readouterr().err
+
+
+def test_a_run_that_is_started_again_while_it_is_waited_for(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "RELEASE_SECONDS", 60.0)
+    first = prepared(stage.root, tmp_path)
+    first.write_json("outcome.json", {"state": "STOPPED"})
+    monkeypatch.setattr(launch.time, "sleep", lambda _: first.newest() is first and first.next_attempt())
+    assert stage.launch() == 2
+    assert "exists already (attempt 2, slurm job 7)" in capsys.readouterr().err
+
+
 def test_two_launches_of_one_name_at_once(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     with launch_lock(stage.root, "demo"):
         assert stage.launch() == 2
@@ -267,6 +295,22 @@ def test_a_job_that_slurm_starts_again_is_followed_into_its_new_attempt(stage: S
     thread.join(10)
     assert found[0]["attempt"] == 2
     assert waiting.run_dir == second
+
+
+def test_an_attempt_that_was_only_told_to_end_is_not_the_end_of_the_job(stage: Stage, tmp_path: Path) -> None:
+    first = prepared(stage.root, tmp_path)
+    first.write_json("outcome.json", {"exit_code": 0, "state": "STOPPED", "reason": "signal SIGTERM"})
+    stage.backend.states = [JobState.RUNNING, JobState.PENDING]
+    waiting = wait(stage, first)
+    found: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: found.append(waiting.wait()))
+    thread.start()
+    until(lambda: stage.backend.polls > 3, 10, "the job is not looked at")
+    assert stage.asked == []
+    second = first.next_attempt()
+    stage.answers = [state_of(second)]
+    thread.join(10)
+    assert found[0]["attempt"] == 2
 
 
 def test_time_begins_again_with_the_job(stage: Stage, tmp_path: Path) -> None:

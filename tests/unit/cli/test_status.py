@@ -68,3 +68,10 @@ def test_a_wait_follows_a_job_that_is_started_again(run_dir: RunDir, monkeypatch
     again = run_dir.next_attempt()
     assert main(["status", str(run_dir.path), "--wait", "READY"]) == 0
     assert asked == [run_dir, again]
+
+
+def test_a_wait_goes_on_while_a_job_waits_to_run_again(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = state_of(run_dir, "JOB_PENDING", gateway_url=None, reason="requeued; attempt 1 ended with STOPPED")
+    asked = answers(monkeypatch, waits, waits, state_of(run_dir))
+    assert main(["status", "--wait", "READY"]) == 0
+    assert len(asked) == 3

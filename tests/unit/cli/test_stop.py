@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 
 from relax_slurm.__main__ import main
 from relax_slurm.cli import stop as verb
+from relax_slurm.control.local import _start_ticks
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.errors import SubmissionRefused, Unavailable
 from relax_slurm.slurm.job import JobRef, JobState
@@ -81,7 +86,7 @@ def test_a_coordinator_that_says_yes_and_does_nothing(
     monkeypatch.setattr(verb, "ask", lambda *_, **__: {"state": "STOPPING"})
     assert main(["stop", "--timeout", "0.1"]) == 0
     assert backend.cancelled == ["7"]
-    assert "not over after 0.1 s; ending the job" in capsys.readouterr().err
+    assert "not over after 0.05 s; ending the job" in capsys.readouterr().err
 
 
 def test_a_job_that_does_not_go_away(
@@ -116,4 +121,104 @@ def test_what_was_never_submitted(tmp_path: Path, backend: FakeBackend, capsys: 
 
 
 def test_an_orderly_end_may_take_what_the_config_gives(tmp_path: Path) -> None:
-    assert verb._orderly_seconds(prepared(tmp_path / "root", tmp_path)) == 30.0 + 60.0 + 30.0
+    assert verb._default_seconds(prepared(tmp_path / "root", tmp_path)) == 30.0 + 60.0 + 30.0 + 30.0
+
+
+def ended(run_dir: RunDir) -> None:
+    run_dir.write_json("outcome.json", {"run": "demo", "state": "STOPPED", "unproven": []})
+
+
+@pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING])
+def test_a_requeued_job_is_cancelled_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, state: JobState
+) -> None:
+    ended(prepared(tmp_path / "root", tmp_path))
+    monkeypatch.setattr(verb, "ask", lambda *_, **__: pytest.fail("nobody is there to be asked"))
+    backend.states = [state]
+    assert main(["stop"]) == 0
+    assert (backend.cancelled, backend.polls) == (["7"], 2)
+    assert main(["stop"]) == 0  # again: nothing to do
+    assert backend.cancelled == ["7"]
+
+
+def test_a_job_that_waits_has_nobody_to_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend
+) -> None:
+    prepared(tmp_path / "root", tmp_path)
+    monkeypatch.setattr(verb, "ask", lambda *_, **__: pytest.fail("nobody is there to be asked"))
+    backend.states = [JobState.PENDING]
+    assert main(["stop"]) == 0
+    assert backend.cancelled == ["7"]
+
+
+@pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING])
+def test_a_job_that_is_requeued_after_it_was_cancelled_is_cancelled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, state: JobState
+) -> None:
+    run_dir = prepared(tmp_path / "root", tmp_path)
+    ended(run_dir)
+    monkeypatch.setattr(verb, "AGAIN_SECONDS", 0.0)
+    cancel = backend.cancel
+
+    def too_early(job: JobRef) -> None:
+        cancel(job)
+        if len(backend.cancelled) == 1:
+            backend.states = [JobState.RUNNING, state]
+            if state is JobState.RUNNING:
+                run_dir.next_attempt()
+
+    monkeypatch.setattr(backend, "cancel", too_early)
+    assert main(["stop"]) == 0
+    assert backend.cancelled == ["7", "7"]
+
+
+def test_nobody_acts_on_a_job_of_which_nothing_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend
+) -> None:
+    ended(prepared(tmp_path / "root", tmp_path))
+    backend.states = [JobState.UNKNOWN, JobState.UNKNOWN, JobState.GONE]
+    assert main(["stop"]) == 0
+    assert backend.cancelled == []
+
+
+def test_the_coordinator_of_a_newer_attempt_is_asked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(tmp_path / "root", tmp_path)
+    asked: list[int] = []
+
+    def ask(run_dir: RunDir, kind: str, **_: Any) -> dict[str, Any]:
+        asked.append(run_dir.attempt)
+        run_dir.write_json("outcome.json", {"run": "demo", "state": "STOPPED", "attempt": run_dir.attempt})
+        if run_dir.attempt == 1:
+            run_dir.next_attempt()  # Slurm had put the job back just then
+        else:
+            backend.states = [JobState.ENDED]
+        return {"state": "STOPPING"}
+
+    monkeypatch.setattr(verb, "ask", ask)
+    assert main(["stop", "--json"]) == 0
+    assert asked == [1, 2]
+    assert json.loads(capsys.readouterr().out)["attempt"] == 2
+    assert backend.cancelled == []
+
+
+def test_the_time_bounds_the_forced_end_of_a_local_supervisor_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        job = f"{process.pid}@{_start_ticks(process.pid)}"
+        prepared(tmp_path / "root", tmp_path, {"backend": "local", "tag": "x", "job_id": job})
+        monkeypatch.setenv("RELAX_RUNS_ROOT", str(tmp_path / "root"))
+        monkeypatch.setattr(verb, "ask", lambda *_, **__: {"state": "STOPPING"})
+        began = time.monotonic()
+        assert main(["stop", "--timeout", "2"]) == 0
+        assert time.monotonic() - began < 4.0
+        assert process.wait(5) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.communicate()

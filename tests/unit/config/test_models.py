@@ -114,6 +114,12 @@ def test_staleness_must_outlive_a_lost_heartbeat() -> None:
     assert "three of the coordinator's heartbeats" in refusal(gateway={"staleness_seconds": 2})
 
 
+@pytest.mark.parametrize("value", ["a\0b", "a\nb", "a\rb"])
+def test_text_for_a_command_line_is_plain(value: str) -> None:
+    assert "NUL or a line break" in refusal(engine={"python": value})
+    assert "NUL or a line break" in refusal(slurm={"template": value})
+
+
 def test_the_runs_root_may_have_spaces_and_not_hetjob() -> None:
     assert from_mapping(run(runs_root="/data/my runs")).runs_root == "/data/my runs"
     assert "run.yaml:runs_root" in refusal(runs_root="/data/hetjobs")

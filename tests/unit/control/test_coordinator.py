@@ -355,3 +355,18 @@ def test_a_peer_of_another_run_gets_nothing(tmp_path: Path) -> None:
             stranger.close()
 
     run(scenario)
+
+
+def test_an_id_that_comes_again_with_another_request_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with on_stage(tmp_path) as stage:
+            first = await stage.client.request("gateway_up", operation_id="one", url="http://127.0.0.1:1")
+            again = await stage.client.request("gateway_up", operation_id="one", url="http://127.0.0.1:1")
+            assert first == again
+            with pytest.raises(RemoteError, match="id one was gateway_up") as caught:
+                await stage.client.request("get_state", operation_id="one")
+            assert caught.value.remote_code == "id_reused"
+            with pytest.raises(RemoteError):
+                await stage.client.request("gateway_up", operation_id="one", url="http://127.0.0.1:2")
+
+    run(scenario)

@@ -353,6 +353,36 @@ def test_a_stop_of_before_does_not_reach_the_successor() -> None:
     run(scenario)
 
 
+def test_what_fails_again_at_once_is_built_again_more_and_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [manager_module.rebuild_pause(number) for number in (1, 2, 3, 9)] == [1.0, 2.0, 4.0, 30.0]
+    monkeypatch.setattr(manager_module, "REBUILD_PAUSE_SECONDS", 0.2)
+
+    async def scenario() -> None:
+        config = config_of(engine={"program": "sim", "startup_seconds": 5.0, "max_restarts": 2})
+        async with bench(config) as at:
+            await at.manager.start()
+            at.manager.serve(rebuild=True)
+            at.far.actors.by_method["start_worker"] = lambda args: bad("exited", "broken disk")
+            at.status(FIRST, "exited", generation=1)
+            await until(lambda: at.manager.replicas[0].generation == 2)
+            await until(lambda: at.manager.replicas[0].state is State.GONE)
+            at.manager.tick()
+            assert at.manager.replicas[0].generation == 2, "not before the pause is over"
+            while not at.events("given_up"):
+                at.manager.tick()
+                await asyncio.sleep(0.01)
+            assert at.manager.replicas[0].generation == 3
+
+    run(scenario)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rebuilds without a pause."""
+    monkeypatch.setattr(manager_module, "REBUILD_PAUSE_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
 def test_restarts_are_counted_and_then_given_up() -> None:
     async def scenario() -> None:
         config = config_of(engine={"program": "sim", "startup_seconds": 5.0, "max_restarts": 2})
@@ -374,6 +404,7 @@ def test_restarts_are_counted_and_then_given_up() -> None:
     run(scenario)
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_start_that_fails_while_serving_is_cleaned_up_even_without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with bench() as at:

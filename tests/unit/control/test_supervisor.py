@@ -119,6 +119,28 @@ def test_a_signal_ends_everything_in_order(tmp_path: Path, runs: list[Run]) -> N
     assert [event["code"] for event in run.events("step_over")] == [0]  # left by itself, nobody had to insist
 
 
+@pytest.mark.parametrize("when", ["allocation.json", "coordinator.lock", "endpoint.json"])
+def test_a_stop_that_comes_before_anything_is_up_is_no_failure(tmp_path: Path, runs: list[Run], when: str) -> None:
+    run = Run(tmp_path, small())
+    runs.append(run)
+    until((run.run_dir.path / when).exists, 20, run.said)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(40) == 0
+    assert (run.outcome()["state"], run.outcome()["exit_code"]) == ("STOPPED", 0)
+    assert _tied_to(run.process.pid) == []
+
+
+def test_a_killed_supervisor_is_no_good_end(tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, small())
+    runs.append(run)
+    run.ready()
+    run.process.kill()
+    run.process.wait()
+    until(lambda: run.run_dir.read("outcome.json") is not None and not _tied_to(run.process.pid), 40, run.said)
+    assert (run.outcome()["state"], run.outcome()["exit_code"]) == ("FAILED", 7)
+    assert "the supervisor ended" in run.outcome()["error"]["message"]
+
+
 def test_gateway_and_sidecar_come_back(tmp_path: Path, runs: list[Run]) -> None:
     run = Run(tmp_path, small())
     runs.append(run)

@@ -66,6 +66,8 @@ GENERATE_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("sampling_params ", {**IDS, "sampling_params": [{}]}),
     ("sampling_params ", {**IDS, "sampling_params": "n"}),
     ("sampling_params.n ", {**IDS, "sampling_params": {"n": MAX_COPIES + 1}}),
+    ("sampling_params.n ", {"text": ["a"] * 17, "sampling_params": {"n": MAX_COPIES}}),
+    ("the batch ", {"text": ["a"] * 16_385}),
     ("sampling_params.n ", {**IDS, "sampling_params": {"n": 10**30}}),
     ("sampling_params.n ", {**IDS, "sampling_params": {"n": "2"}}),
     ("sampling_params.n ", {**IDS, "sampling_params": {"n": 1e9}}),
@@ -96,6 +98,7 @@ CHAT_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("stop_token_ids[0]", {**CHAT, "stop_token_ids": [512]}),
 ]
 COMPLETION_REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("n ", {"prompt": ["a"] * 17, "n": MAX_COPIES}),
     ("prompt[1]", {**COMPLETION, "prompt": [7, 512]}),
     ("prompt[0]", {**COMPLETION, "prompt": [True]}),
     ("prompt[1][0]", {**COMPLETION, "prompt": [[7], [512]]}),
@@ -133,6 +136,7 @@ PASSED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {**TWO, "sampling_params": [{}, {"n": None}]}),
     ("/generate", {"input_embeds": [[[0.1]], [[0.1]]], "logprob_start_len": [0, -1]}),
     ("/generate", {"input_embeds": [[0.1]], "logprob_start_len": 0}),
+    ("/generate", {"text": ["a"] * 16, "sampling_params": {"n": MAX_COPIES}}),
     ("/generate", {**IDS, "sampling_params": {"n": MAX_COPIES, "min_new_tokens": 2, "stop_token_ids": [5, 511]}}),
     ("/generate", {**IDS, "sampling_params": {"min_new_tokens": 2, "stop_token_ids": []}}),
     ("/generate", {**IDS, "sampling_params": {"n": 0, "min_new_tokens": 2, "stop_token_ids": None}}),

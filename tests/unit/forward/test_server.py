@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import struct
 from itertools import pairwise
 
 import pytest
@@ -13,8 +14,9 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_slurm.errors import RelaxError, Unavailable
-from relax_slurm.forward import ClientGone, Exchange, HttpServer, Limits
+from relax_slurm.errors import RelaxError, Unauthorized, Unavailable
+from relax_slurm.forward import ClientGone, Denied, Exchange, HttpServer, Limits
+from relax_slurm.forward.reader import RequestReader
 
 HEAD = b"Host: test\r\n"
 
@@ -32,11 +34,11 @@ async def echo(exchange: Exchange) -> None:
         )
 
 
-def serve(scenario, handler=echo, limits=None, *, loop="asyncio"):
+def serve(scenario, handler=echo, limits=None, *, admit=None, loop="asyncio"):
     """Run `scenario(server, port)` against a server on a fresh loop."""
 
     async def main():
-        server = HttpServer(handler, limits)
+        server = HttpServer(handler, limits, admit)
         port = await server.start()
         try:
             return await asyncio.wait_for(scenario(server, port), 20)
@@ -749,3 +751,150 @@ def test_garbage_never_stops_the_server(streams):
         await until(lambda: server.open_connections == 0)
 
     serve(scenario)
+
+
+# admission: who may send a body
+
+
+def only_with_a_key(request):
+    if request.headers.get(b"x-key") != b"right":
+        raise Unauthorized("no key; send one")
+
+
+def announce(path: str, *lines: bytes) -> bytes:
+    return f"POST {path} HTTP/1.1\r\n".encode() + HEAD + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("framing", [b"Content-Length: 60000000", b"Transfer-Encoding: chunked"])
+def test_a_refused_head_is_answered_before_its_body(framing, loop):
+    async def scenario(server, port):
+        # the body never comes: the answer does
+        for lines in ((framing,), (framing, b"Expect: 100-continue"), (framing, b"x-key: wrong")):
+            answer = await talk(port, announce("/", *lines))
+            assert statuses(answer) == [401]
+            assert b"connection: close\r\n" in answer
+            assert bodies(answer)[0]["error"]["code"] == "unauthorized"
+        assert server.counters.requests == 0
+        assert server.counters.bad_requests == 3
+
+    serve(scenario, lambda exchange: pytest.fail("reached the handler"), admit=only_with_a_key, loop=loop)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_refused_bodies_are_never_held(loop):
+    async def flood(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(announce("/", b"Content-Length: 60000000"))
+            for _ in range(8):
+                writer.write(bytes(256 * 1024))
+                await writer.drain()
+            return await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        finally:
+            writer.close()
+
+    async def scenario(server, port):
+        answers = await asyncio.gather(*(flood(port) for _ in range(10)))
+        assert all(answer.startswith(b"HTTP/1.1 401 ") for answer in answers)
+        assert peak == [0]
+        assert server.buffered_bytes == 0
+
+    peak = [0]
+    feed = RequestReader.on_body
+
+    def on_body(reader, piece):
+        peak[0] += len(piece)
+        feed(reader, piece)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestReader, "on_body", on_body)
+        serve(scenario, admit=only_with_a_key, loop=loop)
+
+
+def test_admitted_bodies_and_requests_without_one_reach_the_handler():
+    async def scenario(server, port):
+        first = announce("/a", b"x-key: right", b"Content-Length: 2") + b"hi"
+        chunked = announce("/b", b"x-key: right", b"Transfer-Encoding: chunked") + b"2\r\nhi\r\n0\r\n\r\n"
+        empty = announce("/c", b"Content-Length: 0")
+        refused = announce("/d", b"Content-Length: 5") + b"GET /e HTTP/1.1\r\n" + HEAD + b"\r\n"
+        answer = await talk(port, first + chunked + empty + b"GET /x HTTP/1.1\r\n" + HEAD + b"\r\n" + refused)
+        assert statuses(answer) == [200, 200, 200, 200, 401]
+        assert [body.get("body") for body in bodies(answer)[:3]] == ["hi", "hi", ""]
+        assert server.buffered_bytes == 0
+
+    serve(scenario, admit=only_with_a_key)
+
+
+def test_an_admission_can_put_headers_on_its_refusal_and_may_be_broken(caplog):
+    def admit(request):
+        if request.path == "/broken":
+            raise ValueError("secret detail")
+        raise Denied(Unavailable("full; try again"), b"x-why: full\r\n")
+
+    async def scenario(server, port):
+        answer = await talk(port, announce("/", b"Content-Length: 5"))
+        assert statuses(answer) == [503]
+        assert b"\r\nx-why: full\r\n" in answer
+        assert b"\r\nretry-after: " in answer
+        answer = await talk(port, announce("/broken", b"Content-Length: 5"))
+        assert statuses(answer) == [500]
+        assert b"secret" not in answer
+
+    serve(scenario, admit=admit)
+    assert "secret detail" in caplog.text
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_all_bodies_together_have_a_limit(loop):
+    release = asyncio.Event()
+
+    async def hold(exchange):
+        await release.wait()
+        exchange.respond_json(200, {"size": len(exchange.request.body)})
+
+    async def scenario(server, port):
+        readers = []
+        for sent in (4000, 3000, 2000):  # one complete and being answered, two half way
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(announce("/", b"Content-Length: 4000") + bytes(sent))
+            readers.append((reader, writer))
+        while server.buffered_bytes != 9000:
+            await asyncio.sleep(0.002)
+        answer = await talk(port, announce("/", b"Content-Length: 1001") + bytes(1001))
+        assert statuses(answer) == [503]
+        assert b"\r\nretry-after: " in answer
+        assert b"\r\nconnection: close\r\n" in answer
+        assert server.buffered_bytes == 9000  # what was refused is given back
+        readers[2][1].close()  # and what leaves
+        while server.buffered_bytes != 7000:
+            await asyncio.sleep(0.002)
+        readers[1][1].write(bytes(1000))
+        while server.counters.requests != 2:
+            await asyncio.sleep(0.002)
+        release.set()
+        for reader, writer in readers[:2]:
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            assert b"4000" in await reader.readuntil(b"}")
+            assert server.buffered_bytes in (0, 4000)
+            writer.close()
+        assert server.buffered_bytes == 0
+        # a client that resets its connection while it is being answered, and one that only closes its side
+        for count, reset in ((3, True), (4, False)):
+            release.clear()
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(announce("/", b"Content-Length: 10000") + bytes(10000))
+            while server.counters.requests != count:
+                await asyncio.sleep(0.002)
+            assert server.buffered_bytes == 10000
+            if reset:
+                linger = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            else:
+                release.set()
+            writer.transport.abort()
+            while server.buffered_bytes:
+                await asyncio.sleep(0.002)
+        release.set()
+
+    serve(scenario, hold, Limits(max_buffered_bytes=10_000), loop=loop)

@@ -146,6 +146,31 @@ def test_headers_both_ways() -> None:
     run(body, script)
 
 
+@pytest.mark.parametrize("path", ["/rollout/generate", "/rollout/v1/chat/completions", "/genrm/generate"])
+def test_a_client_cannot_have_our_own_headers_removed(path: str) -> None:
+    async def body(stage: Stage) -> None:
+        named = "authorization, x-request-id, content-type, content-length, host, x-hop, X-Relax-Key"
+        headers = {"connection": named, "x-request-id": "client-7", "x-hop": "1", "content-type": "text/plain"}
+        messages = [{"role": "user", "content": "x"}]
+        question = {"text": "x"} if path == "/rollout/generate" else {"messages": messages}
+        answer = await stage.client.post(path, content=json.dumps(question), headers=headers)
+        assert answer.is_success, answer.text
+        assert answer.headers["x-request-id"] == "client-7"
+        request = stage.engine.requests[-1]
+        names = [name for name, _ in request.headers]
+        assert len(names) == len(set(names))
+        seen = dict(request.headers)
+        assert seen[b"authorization"] == b"Bearer engine-key"
+        assert seen[b"x-request-id"] == b"client-7"
+        # a raw body's type was the client's own to withdraw; a body that was written here is JSON
+        assert seen.get(b"content-type") == (None if path == "/rollout/generate" else b"application/json")
+        assert int(seen[b"content-length"]) == len(request.body) > 0
+        assert b"x-hop" not in seen
+        assert b"connection" not in seen
+
+    run(body, complete)
+
+
 def test_without_an_engine_key_no_authorization_goes_on() -> None:
     async def body(stage: Stage) -> None:
         await stage.client.post("/rollout/generate", json={"text": "x"})

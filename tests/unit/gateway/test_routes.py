@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import replace
 
 import pytest
@@ -172,5 +174,32 @@ def test_states_are_shown_as_published() -> None:
         assert held is not None
         stage.source.views[Role.ROLLOUT] = replace(held, revision=8)
         assert (await stage.client.get("/rollout/engines")).json()["topology_revision"] == 8
+
+    run(body)
+
+
+def test_a_body_without_the_token_is_refused_before_it_is_read() -> None:
+    async def ask(stage: Stage, path: str, *lines: str) -> str:
+        """The answer to a head whose body never comes."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(stage.url.rpartition(":")[2]))
+        try:
+            writer.write("\r\n".join([f"POST {path} HTTP/1.1", "host: x", *lines, "", ""]).encode())
+            return (await asyncio.wait_for(reader.read(), 10)).decode()
+        finally:
+            writer.close()
+
+    async def body(stage: Stage) -> None:
+        for path in ("/rollout/generate", "/rollout/v1/chat/completions", "/no/such/route", "/health"):
+            for framing in ("content-length: 60000000", "transfer-encoding: chunked"):
+                for token in ("x: y", "authorization: Bearer wrong", f"authorization: Basic {TOKEN}"):
+                    head, _, text = (await ask(stage, path, framing, token, "x-request-id: mine")).partition("\r\n\r\n")
+                    lines = head.split("\r\n")
+                    assert lines[0] == "HTTP/1.1 401 Unauthorized"
+                    assert {"www-authenticate: Bearer", "connection: close", "x-request-id: mine"} <= set(lines)
+                    assert json.loads(text)["error"]["code"] == "unauthorized"
+        assert "www-authenticate" in await ask(stage, "/rollout/generate", "content-length: 5", "connection: close")
+        assert "401" in (await stage.client.get("/metrics")).text
+        assert (await stage.stranger.get("/health")).status_code == 200
+        assert stage.engine.requests == []
 
     run(body)

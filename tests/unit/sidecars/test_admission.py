@@ -364,3 +364,56 @@ def test_a_dead_or_silent_engine():
         assert guard.in_flight == 0
 
     guarded(scenario, deadlines=Deadlines(0.2, 1))
+
+
+async def announce(port, line, *headers):
+    """The answer to a head whose body never comes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(
+            "\r\n".join([f"{line} HTTP/1.1", "host: x", "content-length: 60000000", *headers, "", ""]).encode()
+        )
+        return (await asyncio.wait_for(reader.read(), 10)).decode()
+    finally:
+        writer.close()
+
+
+@LOOPS
+def test_a_body_is_read_only_for_who_may_send_it(loop):
+    key = "authorization: Bearer guard-key"
+
+    async def scenario(guard, engine, client):
+        port = client.base_url.port
+        for line in ("POST /generate", "POST /abort_request", "GET /v1/models", "GET /health"):
+            for wrong in ("x: y", "authorization: Bearer other", "authorization: guard-key"):
+                answer = await announce(port, line, wrong)
+                assert answer.startswith("HTTP/1.1 401 ")
+                assert "connection: close" in answer
+        assert (await announce(port, "POST /flush_cache", key)).startswith("HTTP/1.1 403 ")
+        assert (await announce(port, "POST /nowhere", key)).startswith("HTTP/1.1 404 ")
+        assert (await announce(port, "POST /health", key)).startswith("HTTP/1.1 405 ")
+        guard.hold()
+        answer = await announce(port, "POST /generate", key)
+        assert answer.startswith("HTTP/1.1 503 ")
+        assert "retry-after: " in answer
+        guard.open()
+        assert (await client.get("/health")).status_code == 200
+        sent = await client.post("/generate", json={}, headers={"authorization": "Bearer guard-key"})
+        assert sent.json() == {"text": "hi"}
+        assert guard.server.buffered_bytes == 0
+
+    guarded(scenario, loop=loop, require_key="guard-key")
+
+
+def test_admission_that_closes_while_a_body_comes_lets_nothing_through():
+    async def scenario(guard, engine, client):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{")
+        await until(lambda: guard.server.buffered_bytes == 1)
+        guard.hold()
+        writer.write(b"}")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
+        writer.close()
+        assert engine.requests == []
+
+    guarded(scenario)
