@@ -8,20 +8,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from relax_slurm.errors import ProtocolError
-from relax_slurm.wire.messages import Method
+from relax_slurm.wire.messages import IdReused, Method
 
 KEPT = 1024
 URGENT = frozenset({Method.STOP_WORKER, Method.SHUTDOWN})
 """What does not wait for the worker's earlier commands: it makes them fail instead."""
 
 Do = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
-
-
-class IdReused(ProtocolError):
-    """An operation id came again with another method or other arguments."""
-
-    code = "id_reused"
 
 
 @dataclass(slots=True)

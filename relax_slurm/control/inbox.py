@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from relax_slurm.control.refusals import Fault, IdReused
+from relax_slurm.control.refusals import Fault
 from relax_slurm.control.state_document import state_document
 from relax_slurm.errors import RelaxError
 from relax_slurm.wire.messages import (
@@ -17,6 +17,7 @@ from relax_slurm.wire.messages import (
     GetSnapshot,
     GetState,
     Hello,
+    IdReused,
     PeerKind,
     Request,
     Result,

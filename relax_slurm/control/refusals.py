@@ -45,9 +45,3 @@ class Fault(ProtocolError):
     """A fault of relax-slurm while it handled a well-formed message; the log has the traceback."""
 
     code = "internal"
-
-
-class IdReused(ProtocolError):
-    """A request's id came again with another kind or other arguments."""
-
-    code = "id_reused"

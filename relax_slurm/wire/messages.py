@@ -301,6 +301,12 @@ class IllFormed(ProtocolError):
     code = "ill_formed"
 
 
+class IdReused(ProtocolError):
+    """The id of an operation or request came again with another method, kind or arguments."""
+
+    code = "id_reused"
+
+
 class Forbidden(ProtocolError):
     """A kind that this peer may not send."""
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_slurm.errors import RecoveryRequired
-from sidecars.commands import CommandTable, IdReused
+from relax_slurm.wire.messages import IdReused
+from sidecars.commands import CommandTable
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
