@@ -35,6 +35,7 @@ docs:
 	@tools/env.sh dev
 	@.venv/bin/python -m relax_slurm.config.reference
 	@.venv/bin/python tools/state_machines.py
+	@.venv/bin/python tools/placement_rules.py
 
 bench:
 	@tools/bench.sh
