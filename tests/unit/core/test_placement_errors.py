@@ -220,4 +220,3 @@ def test_more_components_than_slurm_takes() -> None:
     pools = {f"p{number}": pool(gpus=1 + number % 2) for number in range(129)}
     with pytest.raises(errors.HetJobShape, match="129 components and Slurm takes at most 128"):
         job_shape(from_mapping(base(pools=pools)))
-
