@@ -22,7 +22,8 @@ from relax_slurm.core.plan import InferencePlacementPlan
 from relax_slurm.errors import StartupFailed
 from relax_slurm.slurm.command import Done, run_async
 from relax_slurm.slurm.environment import JobEnvironment, read_job
-from relax_slurm.slurm.scontrol import parse_config, parse_jobs, show_config, show_job
+from relax_slurm.slurm.job_json import parse_jobs_json, show_job_json
+from relax_slurm.slurm.scontrol import JobRecord, parse_config, parse_jobs, show_config, show_job
 from relax_slurm.wire.host import boot_id, interface_addresses, net_ns
 
 LOOPBACK = "127.0.0.1"
@@ -80,13 +81,19 @@ class SlurmSite:
             self._ask(["scontrol", "show", "node", here]),
         )
         records = parse_jobs(jobs.out) if jobs.ok else ()
-        indexes = {node: gpus for record in records for node, gpus in record.gpus.items() if gpus is not None}
+        indexes = _indexes(records)
+        if records and not indexes:
+            # A text form that is not known. Newer versions tell the same as JSON.
+            again = await self._ask(show_job_json(job.job_id))
+            records = parse_jobs_json(again.out) if again.ok else records
+            indexes = _indexes(records)
         return Allocation(
             backend=Backend.SLURM,
             nodes=job.nodes,
             job_ids=job.component_ids,
             batch_host=here,
             gpu_indexes=indexes,
+            gpu_types={node: kind for record in records for node, kind in record.gpu_types.items()},
             proctrack=Proctrack.parse(parse_config(settings.out).get("ProctrackType") if settings.ok else None),
             head_hostname=socket.gethostname(),
             head_boot_id=boot_id(),
@@ -120,6 +127,11 @@ class SlurmSite:
         if not done.ok:
             self._run_dir.append_event({"event": "slurm_unknown", "command": " ".join(argv), "words": done.words})
         return done
+
+
+def _indexes(records: Sequence[JobRecord]) -> dict[str, tuple[int, ...]]:
+    """GPU indexes by node, as far as Slurm tells them."""
+    return {node: gpus for record in records for node, gpus in record.gpus.items() if gpus is not None}
 
 
 def _head_address(node: Done, interface: str | None) -> str:

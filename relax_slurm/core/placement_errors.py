@@ -268,4 +268,3 @@ class PortEphemeral(Refusal):
 
 ALL: tuple[type[Refusal], ...] = tuple(Refusal.__subclasses__())
 """All refusals in the order of this file."""
-
