@@ -21,6 +21,7 @@ from relax_slurm.core.evidence import Proctrack
 from relax_slurm.core.plan import InferencePlacementPlan
 from relax_slurm.errors import StartupFailed
 from relax_slurm.slurm.command import Done, run_async
+from relax_slurm.slurm.container import own_mounts, step_options
 from relax_slurm.slurm.environment import JobEnvironment, read_job
 from relax_slurm.slurm.job_json import parse_jobs_json, show_job_json
 from relax_slurm.slurm.scontrol import JobRecord, parse_config, parse_jobs, show_config, show_job
@@ -115,6 +116,7 @@ class SlurmSite:
             component_ids=self._job.component_ids,
             het=self._job.het,
             extra=self._config.slurm.extra_srun,
+            container=step_options(self._config.engine.container, own_mounts(self._run_dir.path)),
         )
 
     async def node_answers(self, node: str) -> bool:

@@ -79,6 +79,8 @@ class SlurmSteps:
     """Slurm job id of each component."""
     het: bool
     extra: Sequence[str] = ()
+    container: Sequence[str] = ()
+    """Options that put the whole step into an image; one word each."""
 
     async def start(self, node: str, output: Path) -> asyncio.subprocess.Process:
         """See `StepRunner.start`."""
@@ -88,7 +90,7 @@ class SlurmSteps:
             list(self.command),
             het_group=component if self.het else None,
             name=f"sidecar-{node}",
-            extra=[word for line in self.extra for word in shlex.split(line)],
+            extra=[*self.container, *(word for line in self.extra for word in shlex.split(line))],
             output=output,
         )
         return await asyncio.create_subprocess_exec(

@@ -150,7 +150,9 @@ class Supervisor:
         return False
 
     def _sidecar_command(self) -> list[str]:
-        return [sys.executable, "-m", "sidecars.node", "--run-dir", str(self._run_dir.path)]
+        container = self._config.engine.container
+        python = container.python if container is not None and container.runtime == "pyxis" else sys.executable
+        return [python, "-m", "sidecars.node", "--run-dir", str(self._run_dir.path)]
 
     async def _keep_gateway(self, listener: socket.socket) -> None:
         """Start the gateway again when it ends, a bounded number of times; forwarding has no state to lose.

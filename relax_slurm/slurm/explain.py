@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 _SHAPE = (
-    "no node has that many GPUs of that type, CPUs or that much memory at once, or there are not that many nodes; lower "
-    "pools.POOL.gpus_per_node, nodes, cpus_per_node or mem, or correct gpu_type "
+    "no node has that many GPUs of that type, CPUs or that much memory at once, or there are not that many nodes; "
+    "lower pools.POOL.gpus_per_node, nodes, cpus_per_node or mem, or correct gpu_type "
     "(`sinfo -o '%P %D %G %c %m'` shows what there is)"
 )
 _GRES = "Slurm does not know that GPU type or count; correct gpu_type, or switch slurm.gpu_request"
