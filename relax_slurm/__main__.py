@@ -23,7 +23,6 @@ VERBS = {
 }
 _ROWS = {
     "drain": "L6 (lifetime)",
-    "doctor": "R1 and L5 (recovery and site checks)",
     "bench": "the benchmarks of tests/bench",
     "batch": "B2 (closed batches)",
 }
