@@ -13,7 +13,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null
 here=$PWD
 root=${SLURM_ROOT:-$HOME/.cache/relax-slurm/slurm-24.11}
 packages=slurm-wlm,munge,iproute2,ca-certificates,libssl3t64,libffi8,libsqlite3-0,zlib1g,libbz2-1.0,liblzma5,libreadline8t64,libncursesw6,libuuid1,libexpat1
-tests=${TESTS:-tests/harness tests/integration/test_launch.py tests/integration/test_slurm_room.py tests/integration/test_wrong_binding.py}
+tests=${TESTS:-tests/harness tests/integration/test_launch.py tests/integration/test_slurm_room.py tests/integration/test_wrong_binding.py tests/integration/test_borrowed.py}
 
 say() { echo "slurm-24.11: $*" >&2; }
 [[ $(id -u) == 0 ]] || { say "wants root, for debootstrap and chroot"; exit 2; }

@@ -81,6 +81,8 @@ class SlurmSteps:
     extra: Sequence[str] = ()
     container: Sequence[str] = ()
     """Options that put the whole step into an image; one word each."""
+    label: str = ""
+    """End of the steps' names, so that runs in one borrowed allocation never end each other's steps."""
 
     async def start(self, node: str, output: Path) -> asyncio.subprocess.Process:
         """See `StepRunner.start`."""
@@ -89,7 +91,7 @@ class SlurmSteps:
             node,
             list(self.command),
             het_group=component if self.het else None,
-            name=f"sidecar-{node}",
+            name=self._name(node),
             extra=[*self.container, *(word for line in self.extra for word in shlex.split(line))],
             output=output,
         )
@@ -108,7 +110,7 @@ class SlurmSteps:
             for process in steps.values():
                 _signal(process, signal.SIGINT)  # srun hands it to the task and to nothing else
             return
-        names = {f"sidecar-{node}" for node, process in steps.items() if process.returncode is None}
+        names = {self._name(node) for node, process in steps.items() if process.returncode is None}
         done = await run_async(list_steps(self.component_ids), env=self.environ)
         few = asyncio.Semaphore(AT_ONCE)
 
@@ -119,6 +121,9 @@ class SlurmSteps:
         await asyncio.gather(*(kill(row) for row in parse_steps(done.out) if row.name in names))
         for process in steps.values():
             _signal(process, signal.SIGKILL)  # of the srun, whose task is dealt with
+
+    def _name(self, node: str) -> str:
+        return f"sidecar-{node}{self.label}"
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
