@@ -152,7 +152,7 @@ class ShareBook:
     def others(self, living: Collection[str] | None) -> list[Share]:
         """Shares of other runs that are in use.
 
-        `living` are the names of all steps in the allocation; None when Slurm could not be asked: then all shares count.
+        `living`: the names of all steps in the allocation; None when Slurm could not be asked, then all shares count.
         """
         found = []
         for path in sorted(self._folder.glob("*.json")):
