@@ -53,6 +53,7 @@ def _usage() -> str:
 
 def _run(verb: str, words: list[str]) -> int:
     from relax_slurm.cli.common import say_error
+    from relax_slurm.cli.interrupted import exit_code, say, term_interrupts
     from relax_slurm.errors import ConfigError, NotBuilt, RelaxError
 
     debug, as_json = "--debug" in words, "--json" in words
@@ -73,7 +74,8 @@ def _run(verb: str, words: list[str]) -> int:
         module.add_arguments(parser)
         parser.add_argument("--json", action="store_true", help="one JSON document on stdout, messages on stderr")
         parser.add_argument("--debug", action="store_true", help="show tracebacks")
-        return int(module.run(parser.parse_args(words)))
+        with term_interrupts():
+            return int(module.run(parser.parse_args(words)))
     except RelaxError as error:
         if debug:
             raise
@@ -82,8 +84,9 @@ def _run(verb: str, words: list[str]) -> int:
     except BrokenPipeError:  # the reader (head, less) has gone; what Python still has to write goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as interrupt:
+        say(interrupt)
+        return exit_code(interrupt)
     except Exception as fault:  # the edge to the user: one sentence, and the traceback on request
         if debug:
             raise
