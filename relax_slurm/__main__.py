@@ -22,10 +22,10 @@ VERBS = {
     "batch": "closed batches end to end",
 }
 _ROWS = {
-    "drain": "L6 (lifetime)",
-    "doctor": "R1 and L5 (recovery and site checks)",
-    "bench": "the benchmarks of tests/bench",
-    "batch": "B2 (closed batches)",
+    "drain": "row L6, lifetime; `relax-slurm stop` lets requests finish and ends the run",
+    "doctor": "rows R1 and L5, recovery and site checks; docs/operations.md, Failures, says what to do by hand",
+    "bench": "`make bench` runs what there is",
+    "batch": "row B2, closed batches",
 }
 """Verbs of the contract that this version answers with the row it does not have."""
 
@@ -59,7 +59,7 @@ def _run(verb: str, words: list[str]) -> int:
     debug, as_json = "--debug" in words, "--json" in words
     try:
         if verb in _ROWS:
-            raise NotBuilt(f"relax-slurm {verb} is not built yet: it belongs to row {_ROWS[verb]}")
+            raise NotBuilt(f"relax-slurm {verb} is not built in this version ({_ROWS[verb]})")
         if verb not in VERBS:
             from difflib import get_close_matches
 

@@ -28,8 +28,19 @@ def say_error(error: RelaxError, *, as_json: bool) -> None:
     rows = error.detail.get("rows")
     if isinstance(error, BindingMismatch) or rows:
         print(table(list(rows or []), _COLUMNS), file=sys.stderr)
+        for node, text in _advice(list(rows or [])):
+            print(f"  do    {node}: {text}", file=sys.stderr)
     if as_json:
         print(json.dumps({"error": error.as_json(), "exit_code": error.exit_code}, indent=2))
+
+
+def _advice(rows: list[dict[str, str]]) -> list[tuple[str, str]]:
+    """What to do about the shown rows, each advice once with the nodes that it is for."""
+    nodes: dict[str, list[str]] = {}
+    for row in rows[:MAX_ROWS]:
+        if row.get("do"):
+            nodes.setdefault(row["do"], []).append(row.get("node", ""))
+    return [(", ".join(dict.fromkeys(names)), text) for text, names in nodes.items()]
 
 
 def table(rows: list[dict[str, str]], columns: tuple[str, ...], limit: int = MAX_ROWS) -> str:
