@@ -52,7 +52,7 @@ ADVICE: tuple[tuple[str, str], ...] = (
     (r"the count differs from the list", f"Slurm contradicts itself on that node: report it, or {_TAKE_OUT}"),
     (
         r"no GPUs requested from Slurm|no GPU is visible|nothing tells which GPUs",
-        "look whether job.sbatch asks for GPUs and try the other slurm.gpu_request; a borrowed allocation must hold them",
+        "look whether job.sbatch asks for GPUs, try the other slurm.gpu_request; a borrowed allocation must hold them",
     ),
     (
         r"cannot verify",
