@@ -34,7 +34,8 @@ A run is described by one YAML file. A cluster file may add what is true for the
 source wins:
 
 1. `--set key.path=value` on the command line (repeatable; a name with dots is quoted: `models."qwen2.5".gpus=4`);
-2. variables: `RELAX_SLURM__PARTITION=main` sets `slurm.partition`, two underscores stand for a dot; {variables}; one that is near to these and none of them is an error;
+2. variables: `RELAX_SLURM__PARTITION=main` sets `slurm.partition`, two underscores stand for a dot; {variables};
+   a variable that is near to these and none of them is an error;
 3. the run file;
 4. the cluster file, named by `--set cluster=…`, by `RELAX_CLUSTER_FILE` or by the run file's `cluster`; it may have
    {cluster};
