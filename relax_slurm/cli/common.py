@@ -160,6 +160,8 @@ def _look_from_outside(run_dir: RunDir, note: str) -> tuple[dict[str, Any], JobV
         note = str(body["refused"])
     elif view is not None and view.state in (JobState.PENDING, JobState.UNKNOWN) and view.reason:
         note = "; ".join(filter(None, (waiting_for(view), note)))
+    elif view is not None and view.over:
+        note = f"the job is over ({view.reason or view.state}) and left no outcome" if note else ""
     endpoint = run_dir.read("endpoint.json") or {}
     document: dict[str, Any] = {
         "run": run_dir.run,

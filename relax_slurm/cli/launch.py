@@ -213,8 +213,7 @@ def _refuse_second(root: Path, config: RunConfig, progress: Progress) -> None:
         return
     before = earlier[0]
     seconds = min(config.slurm.command_seconds, SILENT_SECONDS)
-    slurm = (before.read("job.json") or {}).get("backend") == BackendKind.SLURM
-    if slurm and before.read("outcome.json") is None:
+    if (before.read("job.json") or {}).get("backend") == BackendKind.SLURM:
         progress.say(f"asking Slurm whether attempt {before.attempt} of {name} is over")
     try:
         job = job_of(before, seconds=seconds)

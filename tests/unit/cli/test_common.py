@@ -144,3 +144,32 @@ def test_nobody_to_ask(tmp_path: Path) -> None:
     run_dir.write_json("endpoint.json", {"control": "tcp://127.0.0.1:1"})
     with pytest.raises(Unavailable, match="no answer to 'ping'"):
         common.ask(run_dir, "ping", timeout_seconds=0.2)
+
+
+def test_a_waiting_run_says_what_to_do_and_a_refused_one_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    pending = FakeBackend(JobState.PENDING, reason="AccountNotAllowed")
+    monkeypatch.setattr(backends, "backend_for", lambda kind, **_: pending)
+    reason = common.state_of(prepared(root, tmp_path))["reason"]
+    assert reason.startswith("AccountNotAllowed: slurm.account may not use this partition")
+    pending.states, pending.reason = [JobState.ENDED], "CANCELLED"
+    reason = common.state_of(prepared(root, tmp_path))["reason"]
+    assert reason == "the job is over (CANCELLED) and left no outcome"
+    refused = prepared(root, tmp_path, {"backend": "slurm", "tag": "x", "refused": "sbatch refused the job: no"})
+    state = common.state_of(refused)
+    assert (state["state"], state["reason"]) == ("UNSUBMITTED", "sbatch refused the job: no")
+
+
+def test_a_job_that_slurm_cannot_be_asked_for_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = Done(("squeue",), None, "", "squeue did not answer within 30 s", timed_out=True)
+    monkeypatch.setattr(submit, "search", lambda tag, **_: (None, silent))
+    state = common.state_of(prepared(tmp_path / "root", tmp_path, {"backend": "slurm", "tag": "x"}))
+    assert state["state"] == "JOB_UNKNOWN"
+    assert "squeue did not answer within 30 s" in state["reason"]
+
+
+def test_a_run_that_serves_has_a_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = prepared(tmp_path / "root", tmp_path)
+    answers = [state_of(run_dir, gateway_url=None), state_of(run_dir, gateway_url=None), state_of(run_dir)]
+    monkeypatch.setattr(common, "ask", lambda run_dir, kind, **_: answers.pop(0))
+    assert common.state_of(run_dir)["gateway_url"] == "http://h:29999"
