@@ -7,8 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -17,15 +15,17 @@ from typing import Any
 from relax_slurm.cli.picture import picture
 from relax_slurm.cli.picture_svg import svg
 from relax_slurm.cli.plan_details import address_lines, addresses, bundles, ports, step_commands, step_lines
+from relax_slurm.cli.warn import warnings
 from relax_slurm.config.load import load
 from relax_slurm.config.models import RunConfig
-from relax_slurm.control.run_dir import runs_root
+from relax_slurm.control.prepare import script_paths
+from relax_slurm.control.run_dir import RunDir, runs_root
 from relax_slurm.core.placement import plan as make_plan
 from relax_slurm.core.placement_commands import PlannedCommand, planned_commands
 from relax_slurm.core.placement_json import to_value
 from relax_slurm.core.plan import ComponentPlan, InferencePlacementPlan
 from relax_slurm.slurm.container import own_mounts, wrap
-from relax_slurm.slurm.script import ScriptPaths, render
+from relax_slurm.slurm.script import render
 from relax_slurm.wire.host import ephemeral_range
 
 MAX_ROWS = 40
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     if getattr(args, "svg", False):
         print(svg(plan), end="")
         return 0
-    script = render(plan, config, preview_paths(config, os.environ))
+    attempt = RunDir.upcoming(runs_root(config.runs_root, os.environ), config.name)
+    script = render(plan, config, script_paths(attempt, config))
     if getattr(args, "json", False):
         print(json.dumps(document(config, plan, script), indent=2))
         return 0
@@ -61,16 +62,6 @@ def run(args: argparse.Namespace) -> int:
     width = shutil.get_terminal_size((100, 24)).columns
     print(text(config, plan, script, width=width, limit=limit), end="")
     return 0
-
-
-def preview_paths(config: RunConfig, environ: Mapping[str, str]) -> ScriptPaths:
-    """Where a first attempt would live. The attempt's number and the run's mark are known at launch only."""
-    attempt = runs_root(config.runs_root, environ) / config.name / "attempt_1"
-    return ScriptPaths(
-        command=(sys.executable, "-m", "relax_slurm.control.supervisor", "--run-dir", str(attempt)),
-        log=attempt / "logs" / "batch.log",
-        tag=f"relax:{config.name}",
-    )
 
 
 def document(config: RunConfig, plan: InferencePlacementPlan, script: str) -> dict[str, Any]:
@@ -82,6 +73,7 @@ def document(config: RunConfig, plan: InferencePlacementPlan, script: str) -> di
         "picture": picture(plan),
         "bundles": bundles(plan),
         "components": [asdict(component) for component in plan.components],
+        "warnings": list(warnings(plan, config)),
         "script": script,
         "steps": step_commands(plan, config, _run_dir(config)),
         "engines": [asdict(command) for command in planned_commands(plan)],
@@ -91,8 +83,8 @@ def document(config: RunConfig, plan: InferencePlacementPlan, script: str) -> di
 
 
 def _run_dir(config: RunConfig) -> Path:
-    """Where a first attempt would live."""
-    return runs_root(config.runs_root, os.environ) / config.name / "attempt_1"
+    """Where the attempt that a launch would make now would live."""
+    return RunDir.upcoming(runs_root(config.runs_root, os.environ), config.name).path
 
 
 def text(
@@ -114,8 +106,10 @@ def text(
         _section("addresses", address_lines(plan, config)),
         _section("node steps", step_lines(plan, config, _run_dir(config))),
         _section("engine command lines", _commands(config, plan, commands, limit)),
-        _section("sbatch script (the attempt's number and mark are set at launch)", script.rstrip().splitlines()),
+        _section("sbatch script (of the attempt that a launch would make now)", script.rstrip().splitlines()),
     ]
+    if found := warnings(plan, config):
+        parts.insert(1, _section("warnings", list(found)))
     return "\n\n".join(parts) + "\n"
 
 

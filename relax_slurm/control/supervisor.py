@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -23,12 +22,13 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from relax_slurm.children import end_child, signal_child
 from relax_slurm.config.load import from_resolved
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control import logs
 from relax_slurm.control.allocation import FILE
 from relax_slurm.control.gateway_socket import open_gateway_socket
-from relax_slurm.control.head import failed_outcome, stopped_outcome
+from relax_slurm.control.head import failed_outcome, startup_failure, stopped_outcome
 from relax_slurm.control.local_site import LocalSite
 from relax_slurm.control.restarts import Restarts
 from relax_slurm.control.run_dir import RunDir
@@ -98,7 +98,7 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if coordinator.returncode is None:
-                coordinator.kill()
+                signal_child(coordinator, signal.SIGKILL)
                 await coordinator.wait()
             if self._client is not None:
                 self._client.close()
@@ -122,7 +122,7 @@ class Supervisor:
     async def _child(self, name: str, module: str, *words: str, pass_fds: Sequence[int] = ()) -> Process:
         """One of our own head-node processes, with its own log file and tied to our life."""
         argv = [sys.executable, "-m", module, "--run-dir", str(self._run_dir.path), *words]
-        with (self._run_dir.logs / f"head_{name}.log").open("ab") as output:
+        with logs.open_log(self._run_dir.logs / f"head_{name}.log") as output:
             return await asyncio.create_subprocess_exec(
                 *argv,
                 stdin=subprocess.DEVNULL,
@@ -167,7 +167,7 @@ class Supervisor:
             try:
                 code = await process.wait()
             finally:
-                await _end(process)
+                await end_child(process)
             self._run_dir.append_event({"event": "gateway_ended", "code": code, "final": restarts.last})
             if restarts.last:
                 break
@@ -231,7 +231,7 @@ class Supervisor:
         """Ask for the end of the run, with signals where no message arrives: a coordinator that hangs is ended."""
         answer = await self._tell("stop", STOP_SECONDS, reason=reason, failed=failed)
         if answer is None and self._coordinator is not None:
-            await _end(self._coordinator, GRACE_SECONDS)
+            await end_child(self._coordinator, GRACE_SECONDS)
 
     def _on_signal(self, number: int) -> None:
         """Slurm's warning, scancel, or the user: an orderly stop. Again = the same stop."""
@@ -260,26 +260,15 @@ class Supervisor:
         if outcome is None and self._asked_to_end is not None and coordinator_code < 0 and self._client is None:
             # It was told to end before it could write down where it is, so no node was started either.
             outcome = stopped_outcome(self._run_dir, self._asked_to_end)
-            self._run_dir.write_json("outcome.json", outcome)
+            self._run_dir.write_outcome(outcome)
         if outcome is None:
             error = StartupFailed(
                 f"the coordinator ended with code {coordinator_code} and left no outcome; "
                 f"see {self._run_dir.logs / 'head_coordinator.log'}"
             )
             outcome = failed_outcome(self._run_dir, error)
-            self._run_dir.write_json("outcome.json", outcome)
+            self._run_dir.write_outcome(outcome)
         return int(outcome["exit_code"])
-
-
-async def _end(process: Process, seconds: float = 10.0) -> None:
-    """End a child of ours that is still there: asked first."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
-            waiting = asyncio.create_task(process.wait())
-            await asyncio.wait({waiting}, timeout=seconds)
-            waiting.cancel()
 
 
 async def supervise(run_dir: RunDir, backend: Backend) -> int:
@@ -312,9 +301,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir = attempt_of(run_dir, dict(os.environ))
         return asyncio.run(supervise(run_dir, Backend(arguments.backend)))
     except (RelaxError, OSError, ValueError) as error:
-        failure = error if isinstance(error, RelaxError) else StartupFailed(f"supervisor: {error}")
+        failure = startup_failure("supervisor", error)
         log.error("%s", failure.message)
-        run_dir.write_json("outcome.json", failed_outcome(run_dir, failure))
+        run_dir.write_outcome(failed_outcome(run_dir, failure))
         return failure.exit_code
 
 

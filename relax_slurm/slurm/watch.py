@@ -140,21 +140,22 @@ class Tracker:
         self._remembered: JobView | None = None
         self._asked_accounting = False
 
-    def poll(self) -> JobView:
-        """Look now. Blocks for at most the time limit; never raises for a failing command."""
-        view = view_of(self._ask(squeue([self.job.job_id])), self.job.job_id, self.view)
+    def poll(self, seconds: float | None = None) -> JobView:
+        """Look now. Blocks for at most the time limit (or `seconds`); never raises for a failing command."""
+        limit = self._seconds if seconds is None else seconds
+        view = view_of(self._ask(squeue([self.job.job_id]), limit), self.job.job_id, self.view)
         if view.state is JobState.GONE:
             if not self._asked_accounting:
                 self._asked_accounting = True
-                self._remembered = remembered(self._ask(sacct(self.job.job_id)), self.job.job_id)
+                self._remembered = remembered(self._ask(sacct(self.job.job_id), limit), self.job.job_id)
             view = self._remembered or view
         self.view = view
         return view
 
-    def _ask(self, argv: list[str]) -> Done:
+    def _ask(self, argv: list[str], seconds: float) -> Done:
         if self.job.cluster is not None:
             argv = [*argv, f"--clusters={self.job.cluster}"]
-        return run(argv, seconds=self._seconds, env=self._env)
+        return run(argv, seconds=seconds, env=self._env)
 
 
 def _none(text: str) -> str:
@@ -165,7 +166,7 @@ def _reason(rows: list[JobRow]) -> str:
     said = []
     for row in rows:
         words = row.reason if row.state in WAITING else " ".join(filter(None, (row.state, row.reason)))
-        words = words or row.state
-        if words not in said:
+        words = words or ("" if row.state == "PENDING" else row.state)  # PENDING alone is no reason
+        if words and words not in said:
             said.append(words)
     return "; ".join(said)

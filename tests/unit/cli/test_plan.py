@@ -170,12 +170,12 @@ def test_json_has_bundles_components_steps_ports_and_addresses(capsys: pytest.Ca
 
 def test_steps_of_a_het_job_name_their_component_and_a_head_has_none(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(ROOT / "configs" / "decoupled.yaml")
-    assert verb.run(arguments(path, "--set=head={}", "--set=slurm.extra_srun=['--gres=gpu:8']", "--json")) == 0
+    assert verb.run(arguments(path, "--set=head={}", "--set=slurm.extra_srun=['--mem=10G']", "--json")) == 0
     document = json.loads(capsys.readouterr().out)
     assert [entry["component"] for entry in document["steps"]] == [1, 2, 3]
     for entry in document["steps"]:
         assert f"--het-group={entry['component']}" in entry["argv"]
-        assert "--gres=gpu:8" in entry["argv"]
+        assert "--mem=10G" in entry["argv"]
     assert document["addresses"]["head"] == "first node of component 0 (head)"
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,51 @@ def test_a_forgotten_job_is_looked_up_in_accounting_once(tmp_path: Path) -> None
 )
 def test_accounting_that_cannot_tell_leaves_the_job_gone(done: Done) -> None:
     assert remembered(done, "93") is None
+
+
+NEVER = {
+    "PartitionNodeLimit": "fewer",
+    "PartitionTimeLimit": "slurm.time",
+    "BadConstraints": "slurm.constraint",
+    "AccountNotAllowed": "slurm.account",
+    "QOSNotAllowed": "slurm.qos",
+    "InvalidAccount": "slurm.account",
+    "InvalidQOS": "slurm.qos",
+    "AssocMaxNodePerJobLimit": "ask for less",
+    "QOSMaxWallDurationPerJobLimit": "ask for less",
+    "QOSMaxCpuPerNode": "ask for less",
+    "QOSMinGRES": "ask for more",
+    "ReservationDeleted": "slurm.reservation",
+    "DependencyNeverSatisfied": "extra_sbatch",
+    "launch failed requeued held": "scontrol show job",
+}
+MAYBE = {
+    "PartitionConfig": "ask for less",
+    "PartitionDown": "wait",
+    "PartitionInactive": "wait",
+    "JobHeldUser": "scontrol release",
+    "JobHeldAdmin": "administrator",
+    "ReqNodeNotAvail, UnavailableNodes:n3": "drained",
+}
+FINE = ("Resources", "Priority", "BeginTime", "Licenses", "QOSMaxJobsPerUserLimit", "AssocGrpNodeLimit", "None", "")
+
+
+@pytest.mark.parametrize("reason", [*NEVER, *MAYBE, *FINE])
+def test_which_reasons_can_clear_by_themselves(reason: str) -> None:
+    assert explain.never_starts(reason) == (reason in NEVER)
+    wanted = NEVER.get(reason) or MAYBE.get(reason)
+    assert (explain.pending(reason) is None) == (wanted is None)
+    assert (wanted or "") in (explain.pending(reason) or "")
+
+
+def test_every_row_has_a_test_and_the_worst_reason_of_several_counts() -> None:
+    for pattern, clears, _ in explain.PENDING:
+        tried = NEVER if clears is explain.Clears.NEVER else MAYBE
+        assert any(re.match(pattern, reason) for reason in tried), pattern
+    assert explain.never_starts("Resources; PartitionDown; InvalidQOS")
+    assert not explain.never_starts("Resources; PartitionDown")
+
+
+def test_pending_alone_is_no_reason() -> None:
+    assert fold(rows_of("9|PENDING||None"), "9").reason == ""
+    assert fold(rows_of("9|CONFIGURING||None"), "9").reason == "CONFIGURING"
