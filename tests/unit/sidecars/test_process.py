@@ -175,6 +175,9 @@ def test_stopping_twice_and_stopping_nothing(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+SLEEPS = b"import time; time.sleep(600)"
+
+
 def test_a_killed_sidecar_takes_its_engine_along(tmp_path: Path) -> None:
     """SIGKILL leaves no time to clean up: the kernel does it."""
     parent = f"""
@@ -197,7 +200,8 @@ asyncio.run(main())
     assert engine is not None
 
     async def scenario() -> None:
-        await until(lambda: b"time.sleep" in Path(f"/proc/{engine.pid}/cmdline").read_bytes().split(b"\0")[2])
+        # Empty for a moment while the launcher becomes the program.
+        await until(lambda: Path(f"/proc/{engine.pid}/cmdline").read_bytes().split(b"\0")[2:3] == [SLEEPS])
         sidecar.kill()
         await until(lambda: not proc.alive(engine.pid, engine.start_ticks))
 
