@@ -96,15 +96,15 @@ class SlurmSteps:
             extra=[*self.container, *(word for line in self.extra for word in shlex.split(line))],
             output=output,
         )
-        open_log(output).close()  # srun would make it readable for others
-        return await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=None,  # srun's own complaints belong to the supervisor's log
-            env=step_environment(self.environ),
-            start_new_session=True,
-        )
+        with open_log(output) as log:  # made here: srun would make it readable for others
+            return await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,  # srun's own complaints stand where people look for the node's words
+                env=step_environment(self.environ),
+                start_new_session=True,
+            )
 
     async def end(self, steps: Mapping[str, asyncio.subprocess.Process], *, force: bool) -> None:
         """See `StepRunner.end`."""

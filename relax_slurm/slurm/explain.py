@@ -97,6 +97,19 @@ def refusal(words: str) -> str | None:
     return next((advice for pattern, advice in _REFUSALS if re.search(pattern, words)), None)
 
 
+def step_complaint(log: str) -> str | None:
+    """The last complaint of srun itself in a step's log, with what to do about it; None when srun said nothing.
+
+    What srun says about every step that ends badly ("task 0: Exited with exit code 1") is no reason and left out.
+    """
+    for line in reversed(log.splitlines()):
+        found = re.match(r"srun: (?:error|fatal): (?!.*task \d+: |.*launch failed)(.+)", line.strip()[:500])
+        if found is not None:
+            advice = refusal(found[1])
+            return f"srun: {found[1]}" + (f"; {advice}" if advice else "")
+    return None
+
+
 def pending(reason: str) -> str | None:
     """What to do about a pending job's reason that does not pass by waiting; None for all others."""
     row = _row(reason)

@@ -220,3 +220,15 @@ def test_a_disk_that_is_full_is_said_as_that(new: NewRun, site: Site, tmp_path: 
         command_line(site, "stop", run.name, "--timeout", "10", RELAX_RUNS_ROOT=str(small_disk))
     finally:
         subprocess.run(["umount", "--lazy", str(small_disk)], check=True)
+
+
+@pytest.mark.parametrize("site", [SLURM], indirect=True)
+def test_a_step_that_slurm_refuses_is_told_with_sruns_words(new: NewRun, site: Any) -> None:
+    run = new(small(slurm={"extra_srun": ["--cpus-per-task=64"]}, control={"bind_seconds": 8}))
+    done = run.launch("--json")
+    assert done.rc == 5, done.said
+    complaints = [event["complaint"] for event in run.events("step_over") if "complaint" in event]
+    assert complaints, run.logs()
+    assert all(complaint.startswith("srun: ") for complaint in complaints)
+    assert "srun: error:" in next(run.run_dir.logs.glob("*_sidecar.log")).read_text()
+    run.nothing_left()
