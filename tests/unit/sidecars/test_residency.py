@@ -59,10 +59,10 @@ async def stage(tmp_path: Path, *, meter: MemoryMeter | None = None, **changes: 
     engine = SGLangEngine(worker(tmp_path, **changes), upstream)
     made = Stage(engine, tmp_path, meter)
     try:
-        made.tenancy.note_before_start()
+        await made.tenancy.note_before_start()
         await engine.start()
         await engine.wait_ready(time.monotonic() + 20)
-        made.tenancy.note_loaded()
+        await made.tenancy.note_loaded()
         made.tenancy.opened()
         yield made
     finally:
@@ -285,7 +285,7 @@ def test_a_follower_is_asleep_when_its_own_cards_are_free(tmp_path: Path) -> Non
             await asyncio.gather(*(engine.start() for engine in engines))
             await asyncio.gather(*(engine.wait_ready(time.monotonic() + 20) for engine in engines))
             for stay in stays:
-                stay.note_loaded()
+                await stay.note_loaded()
             alone = await stays[1].offload(0.2)
             assert alone.result is Result.MEMORY_HELD, "nothing was released yet"
             head, follower = await asyncio.gather(*(stay.offload(20) for stay in stays))
