@@ -10,6 +10,7 @@ looks after it: it is stopped, and built again once its end is proven.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -232,7 +233,11 @@ class InferenceManager:
             return tuple(r.engine_id for r in self.replicas if woken(r) is Woken.PENDING)
         message = self._not_as_wanted(lost, State.READY)
         if remedy is Remedy.OFFLOAD:
-            await self.offload()
+            with contextlib.suppress(RecoveryRequired):  # said below, together with why it came to this
+                await self.offload()
+            held = [replica.engine_id for replica in self.replicas if not replica.release_proven]
+            if held:
+                raise RecoveryRequired(f"{message}; release unconfirmed: {', '.join(held)}")
         raise EngineFailed(message)
 
     def _wakes(self, slot: Slot, remedy: Remedy) -> bool:
