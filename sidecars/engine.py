@@ -171,7 +171,7 @@ class SGLangEngine:
         try:
             answer = await self._http.send("GET", "/v1/loads", None, timeout_seconds, admin=False)
             if answer.status == 404:
-                return Load(0, 0)
+                return Load(0)
             return Load.read(self._http.document("/v1/loads", answer))
         except RelaxError:
             return None

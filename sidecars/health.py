@@ -30,6 +30,7 @@ class HealthWatch:
         """`held` says whether an operation, a pause or sleep forbids to ask."""
         self._engine, self._guard, self._budget, self._held, self._clock = engine, guard, budget, held, clock
         self._load: Load | None = None
+        self._was_busy = False
         self._worked = clock()
         self._generates = budget.generate_seconds > 0 and engine.worker.worker_type is WorkerType.REGULAR
 
@@ -41,21 +42,25 @@ class HealthWatch:
     async def look(self) -> Look:
         """One look, which takes a few times `answer_seconds` at most."""
         if self._held():
-            self._load, self._worked = None, self._clock()
+            self._forget()
             return Look(held=True)
         if self._guard is not None and self._guard.moved():
-            self._load, self._worked = None, self._clock()
+            self._forget()
             return Look(moved=True)
         answers = await self._engine.health(self._budget.answer_seconds)
         moves = await self._moves() if answers and self._guard is not None else None
         # An operation may have begun while the engine was asked: then the answer says nothing about its health.
         return Look(held=True) if self._held() else Look(answers=answers, works=moves)
 
+    def _forget(self) -> None:
+        self._load, self._was_busy, self._worked = None, False, self._clock()
+
     async def _moves(self) -> bool:
         """Whether the scheduler does what it has to. Only the head has one that can be asked."""
         now = await self._engine.load(self._budget.answer_seconds)
         before, self._load = self._load, now
-        if not works(before, now):
+        was_busy, self._was_busy = self._was_busy, self.busy
+        if not works(before, now, busy=was_busy and self.busy):
             return False
         if self.busy or (now is not None and now.running):
             self._worked = self._clock()

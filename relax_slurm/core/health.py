@@ -81,7 +81,7 @@ class Look:
     answers: bool | None = None
     """Whether its HTTP server said that it is alive."""
     works: bool | None = None
-    """Whether its scheduler answered and, with requests running, has made tokens since the last look."""
+    """Whether its scheduler answered and, with requests there, has moved since the last look."""
 
     @property
     def sign(self) -> Sign:
@@ -129,12 +129,18 @@ class Pulse:
         return f"its work did not move for {self.stalled} looks in a row"
 
 
+MARKS = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "timestamp")
+"""What changes in a scheduler's own words while it works. SGLang 0.5.23 answers with what the scheduler wrote down
+last, so an answer alone proves nothing; the time at which that was is part of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a scheduler says of its work: requests running, and a number that changes with every token."""
+    """What a scheduler says of its work."""
 
     running: int
-    tokens: int
+    mark: tuple[float, ...] = ()
+    """Compared with the one before: with work to do it has to change."""
 
     @classmethod
     def read(cls, document: Any) -> Load | None:
@@ -142,18 +148,19 @@ class Load:
         loads = document.get("loads") if isinstance(document, Mapping) else None
         if not isinstance(loads, list) or not all(isinstance(entry, Mapping) for entry in loads):
             return None
-        sums = [0, 0]
-        for entry in loads:
-            for place, key in enumerate(("num_running_reqs", "num_used_tokens")):
-                value = entry.get(key, 0)
-                if not isinstance(value, int):
-                    return None
-                sums[place] += value
-        return cls(*sums)
+        mark = [entry.get(key, 0) for entry in loads for key in MARKS]
+        if not all(isinstance(value, int | float) for value in mark):
+            return None
+        return cls(int(sum(mark[:: len(MARKS)])), tuple(mark))
 
 
-def works(before: Load | None, now: Load | None) -> bool:
-    """Whether the scheduler answered, and has moved if it had something to move all the time."""
+def works(before: Load | None, now: Load | None, *, busy: bool) -> bool:
+    """Whether the scheduler answered and has moved, if it had something to do all the time.
+
+    `busy`: requests were at the engine at both looks, by the guard's count. The scheduler may not know of them.
+    """
     if now is None:
         return False
-    return before is None or not before.running or not now.running or before != now
+    if before is None or not (busy or (before.running and now.running)):
+        return True
+    return before != now

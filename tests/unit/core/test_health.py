@@ -79,12 +79,12 @@ def load(*ranks: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("document", "wanted"),
     [
-        (load({"num_running_reqs": 2, "num_used_tokens": 30}), Load(2, 30)),
+        (load({"num_running_reqs": 2, "num_used_tokens": 30, "timestamp": 1.5}), Load(2, (2, 0, 30, 1.5))),
         (
-            load({"num_running_reqs": 2, "num_used_tokens": 30}, {"num_running_reqs": 1, "num_used_tokens": 5}),
-            Load(3, 35),
+            load({"num_running_reqs": 2, "num_used_tokens": 30}, {"num_running_reqs": 1, "num_waiting_reqs": 5}),
+            Load(3, (2, 0, 30, 0, 1, 5, 0, 0)),
         ),
-        (load({}), Load(0, 0)),
+        (load({}), Load(0, (0, 0, 0, 0))),
         (load({"num_running_reqs": "2"}), None),
         ({"loads": "none"}, None),
         ({"loads": [1]}, None),
@@ -96,19 +96,20 @@ def test_reading_loads(document: Any, wanted: Load | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "wanted"),
+    ("before", "now", "busy", "wanted"),
     [
-        (None, None, False),
-        (None, Load(3, 10), True),
-        (Load(0, 0), Load(1, 10), True),
-        (Load(1, 10), Load(1, 11), True),
-        (Load(1, 10), Load(1, 10), False),
-        (Load(1, 10), Load(0, 10), True),
-        (Load(1, 10), Load(2, 10), True),
+        (None, None, False, False),
+        (Load(0), None, False, False),
+        (None, Load(3, (10,)), True, True),
+        (Load(0, (0,)), Load(0, (0,)), False, True),
+        (Load(0, (0,)), Load(0, (0,)), True, False),
+        (Load(1, (10,)), Load(1, (11,)), True, True),
+        (Load(1, (10,)), Load(1, (10,)), False, False),
+        (Load(1, (10,)), Load(0, (10,)), False, True),
     ],
 )
-def test_whether_work_moves(before: Load | None, now: Load | None, wanted: bool) -> None:
-    assert works(before, now) is wanted
+def test_whether_work_moves(before: Load | None, now: Load | None, busy: bool, wanted: bool) -> None:
+    assert works(before, now, busy=busy) is wanted
 
 
 def test_the_budget_of_a_command() -> None:
