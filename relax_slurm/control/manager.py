@@ -224,12 +224,16 @@ class InferenceManager:
         remedy = REMEDIES[self.model.weight_source]
         self._awake, self._onloading = True, remedy is Remedy.REBUILD
         try:
-            self.tick()
+            self.tick()  # what ended since the offload is built now
+            # From here on a rollout that fails is not built again: it would come up with the weights of its checkpoint
+            # beside siblings that kept newer ones.
+            self._awake = self._onloading
             await self._settled(State.SLEEPING, EventKind.ONLOAD, lambda slot: self._wakes(slot, remedy))
         finally:
             self._onloading = False
         lost = [replica for replica in self.replicas if woken(replica) is Woken.LOST]
         if not lost:
+            self._awake = True
             return tuple(r.engine_id for r in self.replicas if woken(r) is Woken.PENDING)
         message = self._not_as_wanted(lost, State.READY)
         if remedy is Remedy.OFFLOAD:
