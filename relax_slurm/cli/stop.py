@@ -15,7 +15,7 @@ from relax_slurm.config.load import from_resolved
 from relax_slurm.control.backends import BackendKind, backend_for
 from relax_slurm.control.replica_commands import ENDING_SECONDS
 from relax_slurm.control.run_dir import RunDir
-from relax_slurm.control.runs import choose_one, job_of
+from relax_slurm.control.runs import choose_to_end, job_of
 from relax_slurm.errors import RecoveryRequired, Unavailable
 from relax_slurm.slurm.backend import Backend, CancelFailed
 from relax_slurm.slurm.command import SECONDS
@@ -46,14 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit 0 when nothing of the run is left; 9 when the end of something is not proven.
-
-    Without RUN: `ConfigError` when more than one run is alive, so that 0 never means another run than the user's.
-    """
-    run_dir = choose_one(root_of(args), args.run)
+    """Exit 0 when nothing of the run is left; 9 when the end of something is not proven."""
+    run_dir, others = choose_to_end(root_of(args), args.run)
     progress = Progress(sys.stderr)
     if args.run is None:
-        progress.say(f"no run was named: stopping {run_dir.run} (attempt {run_dir.attempt})")
+        beside = f"; also alive: {', '.join(others[:8])}" if others else ""
+        progress.say(f"no run was named: stopping {run_dir.run} (attempt {run_dir.attempt}){beside}")
     outcome = stop(run_dir, progress, _default_seconds(run_dir) if args.timeout is None else args.timeout)
     if args.json:
         print(json.dumps(outcome, indent=2))

@@ -115,18 +115,16 @@ def choose(root: Path, run: str | None) -> RunDir:
     return _first(survey(candidates))
 
 
-def choose_one(root: Path, run: str | None) -> RunDir:
-    """`choose` for a verb that ends a run: without RUN `ConfigError` when more than one run of this user is alive."""
+def choose_to_end(root: Path, run: str | None) -> tuple[RunDir, list[str]]:
+    """`choose` for a verb that ends a run, and without RUN also the names of the other runs that are alive."""
     if run:
-        return _named(root, run)
+        return _named(root, run), []
     candidates = _candidates(root)
     if len(candidates) == 1:
-        return candidates[0]
+        return candidates[0], []
     found = survey(candidates)
-    alive = [entry.run_dir.run for entry in found if entry.life is Life.ALIVE]
-    if len(alive) > 1:
-        raise ConfigError(f"{len(alive)} runs are alive ({', '.join(sorted(alive)[:8])}) and none was named; name one")
-    return _first(found)
+    chosen = _first(found)
+    return chosen, [entry.run_dir.run for entry in found if entry.life is Life.ALIVE and entry.run_dir != chosen]
 
 
 def may_come_back(outcome: dict[str, Any]) -> bool:

@@ -256,20 +256,17 @@ def test_a_slurm_that_hangs_is_bounded_by_the_timeout_and_never_a_refused_submis
     assert "could not be asked whether the job of run 'demo' (attempt 2) exists" in capsys.readouterr().err
 
 
-def test_several_living_runs_are_not_guessed_among(
+def test_the_newest_of_several_living_runs_is_meant_and_the_others_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = prepared(tmp_path / "root", tmp_path)
-    other = tmp_path / "root" / "other"
-    (tmp_path / "root" / "demo").rename(other)
+    prepared(tmp_path / "root", tmp_path)
+    (tmp_path / "root" / "demo").rename(tmp_path / "root" / "other")
     prepared(tmp_path / "root", tmp_path, {"backend": "slurm", "tag": "y", "job_id": "8", "cluster": None})
     done = Done(("squeue",), 0, "", "")
     rows = tuple(UserJob(job, "RUNNING", "") for job in ("7", "8"))
     monkeypatch.setattr(submit, "user_jobs", lambda **_: (rows, done))
-    assert first.run == "demo"
-    assert main(["stop"]) == 2
-    assert "2 runs are alive (demo, other) and none was named" in capsys.readouterr().err
-    assert backend.polls == 0
+    main(["stop"])
+    assert "no run was named: stopping demo (attempt 1); also alive: other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("asked", [False, True])

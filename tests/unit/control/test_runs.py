@@ -10,7 +10,7 @@ import pytest
 
 from relax_slurm.control import runs
 from relax_slurm.control.run_dir import RunDir
-from relax_slurm.control.runs import Life, choose, choose_one, job_of, submitted, survey, was_submitted
+from relax_slurm.control.runs import Life, choose, choose_to_end, job_of, submitted, survey, was_submitted
 from relax_slurm.errors import ConfigError
 from relax_slurm.slurm import submit
 from relax_slurm.slurm.command import Done
@@ -59,7 +59,7 @@ def attempt(root: Path, run: str, job: dict[str, Any] | str | None, *, age: int,
 
 
 @pytest.mark.parametrize("later", [None, REFUSED], ids=["dry-run", "refused"])
-@pytest.mark.parametrize("pick", [choose, choose_one])
+@pytest.mark.parametrize("pick", [choose, lambda root, run: choose_to_end(root, run)[0]])
 def test_what_was_never_submitted_is_never_meant(tmp_path: Path, slurm: Slurm, later: Any, pick: Any) -> None:
     real = attempt(tmp_path, "real", "7", age=100)
     other = attempt(tmp_path, "other", later, age=0)
@@ -91,10 +91,9 @@ def test_what_goes_on_comes_before_what_is_over(tmp_path: Path, slurm: Slurm) ->
     assert slurm.asked == 1
     slurm.jobs["4"] = "PENDING"
     assert choose(tmp_path, None) == requeued
-    with pytest.raises(ConfigError, match=r"2 runs are alive \(old, requeued\) and none was named"):
-        choose_one(tmp_path, None)
+    assert choose_to_end(tmp_path, None) == (requeued, ["old"])
     slurm.jobs = {}
-    assert choose(tmp_path, None) == choose_one(tmp_path, None) == newest
+    assert (choose(tmp_path, None), []) == choose_to_end(tmp_path, None) == (newest, [])
 
 
 def test_silence_is_not_over(tmp_path: Path, slurm: Slurm) -> None:
@@ -105,7 +104,7 @@ def test_silence_is_not_over(tmp_path: Path, slurm: Slurm) -> None:
         ("ended", Life.OVER),
         ("lives", Life.UNKNOWN),
     ]
-    assert choose(tmp_path, None) == choose_one(tmp_path, None) == lives
+    assert (choose(tmp_path, None), []) == choose_to_end(tmp_path, None) == (lives, [])
 
 
 def test_other_backends_and_clusters_are_asked_one_by_one(
@@ -133,7 +132,7 @@ def test_one_run_alone_needs_no_question(tmp_path: Path, slurm: Slurm) -> None:
         choose(tmp_path, None)
     only = attempt(tmp_path, "only", "1", age=0)
     attempt(tmp_path, "dry", None, age=0)
-    assert choose(tmp_path, None) == choose_one(tmp_path, None) == only
+    assert (choose(tmp_path, None), []) == choose_to_end(tmp_path, None) == (only, [])
     assert slurm.asked == 0
     with pytest.raises(ConfigError, match="known runs: dry, only"):
         choose(tmp_path, "other")
