@@ -21,6 +21,7 @@ from relax_slurm.control.inbox import Inbox
 from relax_slurm.control.links import NodeLink, NodeLinks
 from relax_slurm.control.manager import Hooks, InferenceManager
 from relax_slurm.control.managers import Managers
+from relax_slurm.control.moves import Moves
 from relax_slurm.control.node_reports import bind_nodes
 from relax_slurm.control.publisher import Publisher
 from relax_slurm.control.refusals import (
@@ -34,6 +35,7 @@ from relax_slurm.control.router_program import RouterProgram
 from relax_slurm.control.routers import ModelRouter, Routers
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.core.binding import BoundPlan
+from relax_slurm.core.engine_spec import OperationRefused
 from relax_slurm.core.evidence import StepProof
 from relax_slurm.core.plan import InferencePlacementPlan, RouteMode
 from relax_slurm.core.registry import Registry
@@ -41,7 +43,7 @@ from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import Evidence
 from relax_slurm.core.run import SERVING, TERMINAL, Run, RunEvent, RunState
 from relax_slurm.errors import BindingMismatch, EngineFailed, StartupFailed
-from relax_slurm.wire.messages import Beat, Hello, Result, StepEnded, Stop, WorkerStatus
+from relax_slurm.wire.messages import Beat, Hello, MoveRole, Result, StepEnded, Stop, WorkerStatus
 from relax_slurm.wire.messages import Event as WorkerEvent
 from relax_slurm.wire.server import ControlServer
 
@@ -81,6 +83,7 @@ class Coordinator:
         self.publisher = Publisher(self.epoch, server)
         self.events = EventLog(run_dir.path)
         self.hooks = Hooks(self._publish_replica, self.record, self.spawn, clock, new_id)
+        self.moves = Moves(self.record, self.spawn)
         self._endpoint = endpoint
         self._tasks: set[asyncio.Task[None]] = set()
         self._inbox = Inbox(self)
@@ -253,6 +256,15 @@ class Coordinator:
         self.run_dir.write_json("endpoint.json", self._endpoint)
         self.record("gateway_up", url=url)
 
+    def on_move(self, message: MoveRole) -> dict[str, Any]:
+        """Offload or onload a role; answers at once, the state document tells how it ends."""
+        role = next((role for role in self.plan.roles if role.role == message.role), None)
+        if role is None or self.run.state not in (RunState.READY, RunState.DEGRADED):
+            where = "the run has no such role" if role is None else f"the run is {self.run.state}"
+            raise OperationRefused(f"{message.role}: {message.method} is refused, {where}; wanted READY or DEGRADED")
+        managers = [self.managers[role.role, model.name] for model in role.models]
+        return self.moves.begin(role, managers, message.method, message.id).as_json()
+
     def on_stop(self, message: Stop) -> None:
         """A client wants the end, or the supervisor cannot go on."""
         reason = message.reason or "asked by a client"
@@ -336,12 +348,20 @@ class Coordinator:
             await asyncio.sleep(control.beat_seconds)
             now = self.clock()
             for link in self.links.nodes.values():
-                if link.identity is None or link.silent or now - link.last_heard <= control.silence_seconds:
+                quiet = now - link.last_heard
+                if link.identity is None or quiet <= control.silence_seconds:
                     continue
-                link.silent = True
-                self.record("silent", node=link.name, seconds=round(now - link.last_heard, 1))
-                for manager in self.managers.on_node(link.name):
-                    manager.on_node_silent(link.name)
+                if not link.silent:
+                    link.silent = True
+                    self.record("silent", node=link.name, seconds=round(quiet, 1))
+                    for manager in self.managers.on_node(link.name):
+                        manager.on_node_silent(link.name)
+                if not link.given_up and quiet > control.lost_seconds:
+                    link.given_up = True
+                    reason = f"node {link.name} has been silent for {quiet:.0f} s"
+                    self.record("lost", node=link.name, seconds=round(quiet, 1))
+                    for manager in self.managers.on_node(link.name):
+                        manager.on_node_lost(link.name, reason)
 
     def follow_replicas(self) -> None:
         """Let every manager go on with what had to wait, and tell the run whether everything is there."""

@@ -18,6 +18,7 @@ from relax_slurm.wire.messages import (
     GetState,
     Hello,
     IdReused,
+    MoveRole,
     PeerKind,
     Request,
     Result,
@@ -121,6 +122,8 @@ class Inbox:
             case GatewayUp():
                 of.on_gateway(message.url)
                 result = {"epoch": of.epoch}
+            case MoveRole():
+                result = of.on_move(message)
             case Stop():
                 of.on_stop(message)
                 result = {"state": of.run.state}

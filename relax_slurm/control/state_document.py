@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from relax_slurm.core.discovery import to_json
+from relax_slurm.core.replica import Replica
+from relax_slurm.core.replica_events import State
 
 if TYPE_CHECKING:
     from relax_slurm.control.coordinator import Coordinator
@@ -43,10 +45,10 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
                 "replica": replica.engine_id,
                 "role": str(manager.model.role),
                 "model": manager.model.name,
-                "state": str(replica.state),
+                "state": _replica_state(replica),
                 "generation": replica.generation,
                 "base_url": replica.base_url,
-                "reason": replica.reason,
+                "reason": replica.why,
                 "nodes": manager.nodes_of(replica.engine_id),
                 "release_proven": replica.release_proven,
             }
@@ -63,6 +65,7 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
             }
             for router in coordinator.routers.all
         ],
+        "moves": coordinator.moves.as_json(),
         "wire": {
             "garbage": coordinator.server.counters.garbage,
             "denied": coordinator.server.counters.denied,
@@ -88,6 +91,11 @@ def _lease(coordinator: Coordinator, role: Any) -> str:
     if "DRAINING" in states:
         return "DRAINING"
     return "ACTIVE" if states == {"READY"} else "ONLOADING"
+
+
+def _replica_state(replica: Replica) -> str:
+    """As the machine has it, and as discovery shows it when it is READY by the book only."""
+    return str(replica.published().state if replica.state is State.READY else replica.state)
 
 
 def _node_state(connected: bool, silent: bool, step_ended: str | None, incarnation: str) -> str:

@@ -82,6 +82,8 @@ class WorkerStatus(_Message):
     pid: int | None = None
     resident_tags: list[str] = Field(default_factory=list)
     memory_bytes: int | None = None
+    suspect: bool = False
+    """It lives and has stopped moving: nothing new is given to it."""
     detail: str = ""
 
 
@@ -169,6 +171,15 @@ class Stop(_Message):
     """Something that the run needs cannot be had: it ends as FAILED instead of STOPPED."""
 
 
+class MoveRole(_Message):
+    """Take a role off its GPUs, or put it back; the state document tells how it ends."""
+
+    kind: Literal["move_role"]
+    id: OpId
+    role: Name
+    method: Literal["offload", "onload"]
+
+
 class GatewayUp(_Message):
     """A gateway listens; the coordinator writes its URL to `endpoint.json`."""
 
@@ -217,7 +228,7 @@ class Ping(_Message):
 
 
 FromSidecar = Hello | Beat | Event | Result
-Request = GetSnapshot | GetState | StepEnded | Stop | GatewayUp | LifecycleAsk | WaitCommitted | Ping
+Request = GetSnapshot | GetState | StepEnded | Stop | MoveRole | GatewayUp | LifecycleAsk | WaitCommitted | Ping
 
 
 class Welcome(_Message):
@@ -302,6 +313,7 @@ _TO_COORDINATOR: dict[str, type[FromSidecar | Request]] = {
     "get_state": GetState,
     "step_ended": StepEnded,
     "stop": Stop,
+    "move_role": MoveRole,
     "gateway_up": GatewayUp,
     "wait_committed": WaitCommitted,
     "ping": Ping,
