@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from relax_slurm.core.batch import BatchState
+from relax_slurm.core.lease import LeaseState
 from relax_slurm.core.lifecycle import Lifecycle, Move, Unproven, Work
 from relax_slurm.core.lifecycle_errors import BatchFailed
 from relax_slurm.core.operations import Ask, Operation, Progress
@@ -84,6 +85,10 @@ class LifecycleCoordinator:
             raise BatchFailed(f"batch {number} will not be committed: {verdict.error}")
         return {"batch": number, "state": str(verdict.state)}
 
+    def holds(self, holder: str) -> bool:
+        """Whether the holder has its GPUs, and nothing of ours moves its engines."""
+        return self.book.leases[holder].state is LeaseState.ACTIVE and holder not in self.book.moving
+
     def state(self) -> dict[str, Any]:
         """Leases and batch, as the state document shows them."""
         current = self.book.current
@@ -98,6 +103,11 @@ class LifecycleCoordinator:
             "lifecycle_failure": self.book.failure,
             "sharing": {each.name: list(self.book.sharing.rivals(each.name)) for each in self.book.sharing.holders},
         }
+
+    def end(self, reason: str) -> None:
+        """The run is over: whoever waits for a batch gets the reason."""
+        self.book.end(reason)
+        self._changed(cause="end")
 
     # --- work -----------------------------------------------------------------------------------------------
 

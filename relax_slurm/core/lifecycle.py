@@ -144,6 +144,12 @@ class Lifecycle:
             return Verdict(BatchState.COMMITTED)
         return Verdict(BatchState.FAILED, self.failure) if self.failure else Verdict(BatchState.PENDING)
 
+    def end(self, reason: str) -> None:
+        """The run is over: nothing begins and nothing is committed any more."""
+        if self.current is not None and self.current.state is BatchState.PENDING:
+            self._fail(self.current, reason)
+        self.failure = self.failure or reason
+
     @property
     def next_deadline(self) -> float | None:
         """When `tick` is due; None while nothing is under way."""
