@@ -18,6 +18,7 @@ from relax_slurm.control.allocation import Allocation
 from relax_slurm.control.event_log import EventLog
 from relax_slurm.control.head_ports import head_ports
 from relax_slurm.control.inbox import Inbox
+from relax_slurm.control.leases import LifecycleCoordinator
 from relax_slurm.control.links import NodeLink, NodeLinks
 from relax_slurm.control.manager import Hooks, InferenceManager
 from relax_slurm.control.managers import Managers
@@ -31,19 +32,23 @@ from relax_slurm.control.refusals import (
     StaleIncarnation,
     UnknownNode,
 )
+from relax_slurm.control.role_mover import RoleMover
 from relax_slurm.control.router_program import RouterProgram
 from relax_slurm.control.routers import ModelRouter, Routers
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.core.binding import BoundPlan
 from relax_slurm.core.engine_spec import OperationRefused
 from relax_slurm.core.evidence import StepProof
+from relax_slurm.core.lease import sharing
+from relax_slurm.core.lifecycle import Lifecycle
+from relax_slurm.core.operations import Ask, Method, Operation
 from relax_slurm.core.plan import InferencePlacementPlan, RouteMode
 from relax_slurm.core.registry import Registry
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import Evidence
 from relax_slurm.core.run import SERVING, TERMINAL, Run, RunEvent, RunState
 from relax_slurm.errors import BindingMismatch, EngineFailed, StartupFailed
-from relax_slurm.wire.messages import Beat, Hello, MoveRole, Result, StepEnded, Stop, WorkerStatus
+from relax_slurm.wire.messages import Beat, Hello, LifecycleAsk, MoveRole, Result, StepEnded, Stop, WorkerStatus
 from relax_slurm.wire.messages import Event as WorkerEvent
 from relax_slurm.wire.server import ControlServer
 
@@ -84,6 +89,14 @@ class Coordinator:
         self.events = EventLog(run_dir.path)
         self.hooks = Hooks(self._publish_replica, self.record, self.spawn, clock, new_id)
         self.moves = Moves(self.record, self.spawn)
+        seconds = config.control.operation_seconds
+        self.leases = LifecycleCoordinator(
+            Lifecycle(sharing(plan), operation_seconds=seconds),
+            RoleMover(self.managers, self.routers, seconds=seconds),
+            record=self.record,
+            spawn=self.spawn,
+            clock=clock,
+        )
         self._endpoint = endpoint
         self._tasks: set[asyncio.Task[None]] = set()
         self._inbox = Inbox(self)
@@ -93,7 +106,8 @@ class Coordinator:
     def start(self) -> None:
         """Write down where we are, then listen, publish and watch for silence."""
         self.run_dir.write_json("endpoint.json", self._endpoint)
-        for work in (self._inbox.run(), self.publisher.run(), self._pulse(), self._watch(), self.events.run()):
+        watching = (self._pulse(), self._watch(), self.leases.watch())
+        for work in (self._inbox.run(), self.publisher.run(), *watching, self.events.run()):
             self.spawn(work)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -262,8 +276,21 @@ class Coordinator:
         if role is None or self.run.state not in (RunState.READY, RunState.DEGRADED):
             where = "the run has no such role" if role is None else f"the run is {self.run.state}"
             raise OperationRefused(f"{message.role}: {message.method} is refused, {where}; wanted READY or DEGRADED")
+        if not self.leases.holds(str(role.role)):
+            raise OperationRefused(f"{message.role}: {message.method} is refused, the role does not have its GPUs now")
         managers = [self.managers[role.role, model.name] for model in role.models]
         return self.moves.begin(role, managers, message.method, message.id).as_json()
+
+    def on_lifecycle(self, message: LifecycleAsk) -> Operation:
+        """A lease or a batch shall change; the operation tells when it has."""
+        if self.run.state not in (RunState.READY, RunState.DEGRADED):
+            raise OperationRefused(f"{message.kind} is refused, the run is {self.run.state}; wanted READY or DEGRADED")
+        if message.holder is not None and self.moves.running(message.holder):
+            raise OperationRefused(
+                f"{message.kind} {message.holder} is refused, a move of it is under way; wait for it"
+            )
+        ask = Ask(message.id, Method(message.kind), message.batch, message.holder, message.error)
+        return self.leases.ask(ask)
 
     def on_stop(self, message: Stop) -> None:
         """A client wants the end, or the supervisor cannot go on."""

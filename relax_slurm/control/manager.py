@@ -244,6 +244,19 @@ class InferenceManager:
                 raise RecoveryRequired(f"{message}; release unconfirmed: {', '.join(held)}")
         raise EngineFailed(message)
 
+    def abandon(self, reason: str) -> None:
+        """A move went wrong: end what hangs in between, and do not build it again before the next `onload`.
+
+        What stays behind is either asleep or ended, so that there can be evidence of release.
+        """
+        self._awake = self._onloading = False
+        for slot in self._slots.values():
+            state = slot.replica.state
+            if state in (State.STARTING, State.ONLOADING, State.DRAINING):
+                self.feed(slot.plan.replica_id, Event(EventKind.FAIL, reason=reason))
+            elif state is State.READY:
+                self._shut_down(slot, reason)
+
     def _wakes(self, slot: Slot, remedy: Remedy) -> bool:
         state = woken(slot.replica)
         if state is Woken.LOST and self._serving and remedy is Remedy.REBUILD:

@@ -76,6 +76,11 @@ class Moves:
         self._spawn(self._run(name, managers, move))
         return move
 
+    def running(self, role: str) -> bool:
+        """Whether a move of the role is under way."""
+        last = self._last.get(role)
+        return last is not None and last.state is MoveState.RUNNING
+
     async def _run(self, name: str, managers: list[InferenceManager], move: Move) -> None:
         works = [manager.offload() if move.kind == "offload" else manager.onload() for manager in managers]
         results = await asyncio.gather(*works, return_exceptions=True)

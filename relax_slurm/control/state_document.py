@@ -29,8 +29,7 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
         "backend": str(coordinator.allocation.backend),
         "job_ids": list(coordinator.allocation.job_ids),
         "roles": {str(role): to_json(snapshot) for role, snapshot in snapshots.items() if snapshot is not None},
-        "leases": {str(role.role): _lease(coordinator, role.role) for role in coordinator.plan.roles},
-        "batch": {"id": None, "state": None},
+        **coordinator.leases.state(),
         "nodes": [
             {
                 "node": link.name,
@@ -74,23 +73,6 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
             "events_lost": coordinator.events.lost,
         },
     }
-
-
-def _lease(coordinator: Coordinator, role: Any) -> str:
-    """What the role holds on its GPUs, from the states of its replicas."""
-    states = {
-        str(replica.state)
-        for (owner, _), manager in coordinator.managers.items()
-        if owner is role
-        for replica in manager.replicas
-    }
-    if states == {"SLEEPING"}:
-        return "SLEEPING"
-    if states & {"FAILED", "STOPPING"}:
-        return "BLOCKED"
-    if "DRAINING" in states:
-        return "DRAINING"
-    return "ACTIVE" if states == {"READY"} else "ONLOADING"
 
 
 def _replica_state(replica: Replica) -> str:

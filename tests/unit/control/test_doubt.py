@@ -11,7 +11,7 @@ import pytest
 from relax_slurm.control.lifecycle import walk
 from relax_slurm.core.run import RunState
 from relax_slurm.errors import RelaxError
-from tests.unit.control.stage import FAST, Stage, bad, config_of, defer_config, on_stage, run, until
+from tests.unit.control.stage import FAST, Stage, config_of, on_stage, run, until
 
 FIRST = "m/replica-0"
 
@@ -76,36 +76,6 @@ def test_a_lost_node_fails_its_replicas_and_they_are_built_again_when_it_is_hear
             stage.sidecars["p-0"].mute = False
             await reached(stage, state="READY", generation=2)
             await end(stage, walking)
-
-    run(scenario)
-
-
-async def moved(stage: Stage, role: str, method: str) -> dict[str, Any]:
-    await stage.client.request("move_role", role=role, method=method)
-    async with asyncio.timeout(15):
-        while True:
-            move = (await stage.client.request("get_state"))["moves"][role]
-            if move["state"] != "RUNNING":
-                return dict(move)
-            await asyncio.sleep(0.02)
-
-
-def test_a_role_is_moved_there_and_back(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with on_stage(tmp_path, defer_config()) as stage:
-            walking = await ready(stage)
-            assert (await moved(stage, "genrm", "onload"))["state"] == "DONE"
-            assert (await replica(stage, "judge/replica-0"))["state"] == "READY"
-            asked = len(stage.actors.methods("onload"))
-            assert (await moved(stage, "genrm", "onload"))["state"] == "DONE"
-            assert len(stage.actors.methods("onload")) == asked
-            assert (await moved(stage, "genrm", "offload"))["state"] == "DONE"
-            assert (await replica(stage, "judge/replica-0"))["release_proven"]
-            stage.actors.by_method["onload"] = lambda args: bad("recovery_required", "in doubt")
-            failed = await moved(stage, "rollout", "onload")
-            assert (failed["state"], "in doubt" in failed["error"]) == ("FAILED", True)
-            outcome = await walking
-            assert outcome["exit_code"] == 7, "a deferred role that cannot be built again by itself ends the run"
 
     run(scenario)
 
