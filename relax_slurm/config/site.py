@@ -120,6 +120,8 @@ class GatewayConfig(Section):
     """Largest request body in MiB; larger ones are answered 413 without being read."""
     deadline_seconds: Seconds = 1800.0
     """Longest time one request may take; then 504."""
+    doubt_seconds: Seconds = 20.0
+    """How long a request may stay at an engine that discovery shows as UNKNOWN or gone; then 502, or a cut."""
     staleness_seconds: Seconds = 10.0
     """How old the last word of the coordinator may be before the gateway stops routing by it."""
 
@@ -159,6 +161,9 @@ class ControlConfig(Section):
     """Time between two beats of a sidecar."""
     silence_seconds: Seconds = 10.0
     """After this long without a word a sidecar closes admission and the coordinator stops routing to it."""
+    lost_seconds: Seconds = 60.0
+    """After this long without a word the replicas of a node fail: they are stopped and built again once it is heard
+    or its end is proven. Until then its GPUs stay fenced."""
     operation_seconds: Seconds = 180.0
     """Time limit of one onload, offload or other lease operation; when it passes the lease is blocked."""
     drain_seconds: Seconds = 30.0
@@ -177,6 +182,11 @@ class ControlConfig(Section):
                 f"silence_seconds is {self.silence_seconds:g} and beat_seconds {self.beat_seconds:g}: "
                 f"silence must be at least three beats ({3 * self.beat_seconds:g} s), or one lost message "
                 "fences a healthy node"
+            )
+        if self.lost_seconds <= self.silence_seconds:
+            raise ValueError(
+                f"lost_seconds is {self.lost_seconds:g} and silence_seconds {self.silence_seconds:g}: a silent node "
+                "gets the time in between to come back; make lost_seconds larger"
             )
         if self.operation_seconds <= self.drain_seconds:
             raise ValueError(
@@ -255,6 +265,38 @@ class SimConfig(Section):
         return self
 
 
+class HealthConfig(Section):
+    """When a living engine leaves routing and when it is given up (docs/operations.md, Health)."""
+
+    every_seconds: Annotated[float, Field(ge=0.05, le=60)] = 1.0
+    """Time between two looks at an engine that has work or is in doubt."""
+    idle_seconds: Annotated[float, Field(ge=0.05, le=600)] = 5.0
+    """Time between two looks at an engine that has nothing to do."""
+    answer_seconds: Annotated[float, Field(ge=0.05, le=60)] = 2.0
+    """How long the engine may take to answer a look."""
+    generate_seconds: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    """An engine that has had nothing to do for this long generates one token to prove that it can; 0 never asks."""
+    mute_suspect: Count = 2
+    """Looks in a row without any answer after which nothing new is routed there."""
+    mute_failed: Count = 6
+    """Looks in a row without any answer after which the replica fails and is built again."""
+    stalled_suspect: Count = 5
+    """Looks in a row that were answered while the work did not move, after which nothing new is routed there."""
+    stalled_failed: Count = 20
+    """The same, after which the replica fails and is built again. Raise it for kernels that compile for minutes."""
+
+    @model_validator(mode="after")
+    def _order(self) -> HealthConfig:
+        for kind in ("mute", "stalled"):
+            suspect, failed = getattr(self, f"{kind}_suspect"), getattr(self, f"{kind}_failed")
+            if suspect >= failed:
+                raise ValueError(
+                    f"{kind}_suspect is {suspect} and {kind}_failed {failed}: an engine leaves routing before it is "
+                    f"given up; make {kind}_failed larger"
+                )
+        return self
+
+
 class EngineConfig(Section):
     """The program behind every replica."""
 
@@ -274,6 +316,8 @@ class EngineConfig(Section):
     """Container that the engines run in; null runs them on the host."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the engines, on top of those of the node."""
+    health: HealthConfig = HealthConfig()
+    """Looks at running engines."""
     sim: SimConfig = SimConfig()
     """Settings of the simulated engine."""
 

@@ -71,4 +71,5 @@ def worker_args(
     return {
         "spec": spec,
         "guard": {"host": binding.address, "port": binding.ports.guard, "generation": generation},
+        "health": engine.health.model_dump(),
     }
