@@ -155,7 +155,7 @@ def test_the_source_systems_examples_come_up_on_simulated_engines(new: NewRun, s
 
 def everything_sleeps(run: LaunchedRun, document: dict[str, Any], nodes: dict[str, Any]) -> None:
     """The end of a deferred start: roles have been up one after the other, and hold only what a process keeps."""
-    assert document["leases"] == dict.fromkeys(ROLES, "SLEEPING")
+    assert {role: document["leases"][role] for role in ROLES} == dict.fromkeys(ROLES, "SLEEPING")
     assert {replica["state"] for replica in document["replicas"]} == {"SLEEPING"}
     per_gpu: dict[int, float] = {}
     for entry in run.held():
