@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from relax_slurm.core.weights import GroupAction
 from relax_slurm.errors import ProtocolError, RecoveryRequired, RelaxError, StartupFailed
 from relax_slurm.forward.upstream import Upstream
 from relax_slurm.wire.messages import WorkerState
@@ -25,6 +26,7 @@ from sidecars.process import Exit
 from sidecars.residency import Outcome, Result, Tenancy
 from sidecars.sweep import NODE_TAG
 from sidecars.vocabulary import vocabulary
+from sidecars.weights import WeightChange
 from sidecars.worker import WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -282,6 +284,17 @@ class HostedWorker:
         else:
             self._set(WorkerState.FAILED, outcome.message)
         return RecoveryRequired(outcome.message)
+
+    async def update_weights(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Close, load other weights, ask the engine for its version; admission stays closed until it is asked for."""
+        return await WeightChange(self.engine, self.tenancy).run(args)
+
+    async def weights_group(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Join or leave a group for distributed updates."""
+        await self.engine.change_group(
+            GroupAction(args["action"]), dict(args["payload"]), float(args["deadline_seconds"])
+        )
+        return {}
 
     def hold(self, reason: str) -> None:
         """Admit nothing new until the coordinator asks for it again; what runs goes on."""

@@ -45,6 +45,8 @@ class Result(StrEnum):
     """The memory is free: released, and measured where there is something to measure."""
     ALREADY_RELEASED = "already_released"
     """Nothing was to be done."""
+    QUIET = "quiet"
+    """Admission closed, paused, and proven to hold no request; memory where it was."""
     READY = "ready"
     """Memory resident, weights valid, admission open."""
     ALREADY_READY = "already_ready"
@@ -65,7 +67,7 @@ class Result(StrEnum):
     """The process ended in between."""
 
 
-_GOOD = frozenset({Result.RELEASED, Result.ALREADY_RELEASED, Result.READY, Result.ALREADY_READY})
+_GOOD = frozenset({Result.RELEASED, Result.ALREADY_RELEASED, Result.QUIET, Result.READY, Result.ALREADY_READY})
 
 
 class WeightRestore(StrEnum):
@@ -190,6 +192,18 @@ class Tenancy:
             how = restore or default_restore(self._engine)
             return await self._outcome(started, self._onload(started + timeout_seconds, frozenset(tags), how))
 
+    async def quiet(self, timeout_seconds: float, drain_seconds: float = 0.0) -> Outcome:
+        """Close admission and get the engine paused and empty while it keeps its memory: for other weights."""
+        async with self._lock:
+            started = self._clock()
+            return await self._outcome(started, self._quiet(started + timeout_seconds, drain_seconds))
+
+    async def wake(self, timeout_seconds: float) -> Outcome:
+        """After `quiet`: generate again; the guard may be opened."""
+        async with self._lock:
+            started = self._clock()
+            return await self._outcome(started, self._wake(started + timeout_seconds))
+
     async def _outcome(self, started: float, sequence: Awaitable[tuple[Result, str]]) -> Outcome:
         try:
             result, message = await sequence
@@ -231,6 +245,23 @@ class Tenancy:
         await self._until_free(deadline)
         self._confirmed = True
         return Result.RELEASED, "released and measured" if self._before else "released; no GPU to measure"
+
+    async def _quiet(self, deadline: float, drain_seconds: float) -> tuple[Result, str]:
+        self._alive()
+        missing = sorted(ALL_TAGS - self._engine.resident)
+        if missing:
+            worker = self._engine.worker.worker_id
+            raise _Stop(Result.REFUSED, f"{worker}: {', '.join(missing)} is not resident; onload it first")
+        self._open = False
+        await self._guard.close(min(drain_seconds, max(self._left(deadline), 0.0)))
+        await self._quieten(deadline)
+        return Result.QUIET, "paused and empty"
+
+    async def _wake(self, deadline: float) -> tuple[Result, str]:
+        self._alive()
+        await self._engine.continue_(self._left(deadline))
+        self._guard.open(backend_drained=True)
+        return Result.READY, "generates again"
 
     async def _follow_release(self, deadline: float) -> tuple[Result, str]:
         """A follower has no admin HTTP: the head's call reaches it inside the engine, and its cards are the proof."""

@@ -33,6 +33,7 @@ from relax_slurm.control.refusals import (
 from relax_slurm.control.router_program import RouterProgram
 from relax_slurm.control.routers import ModelRouter, Routers
 from relax_slurm.control.run_dir import RunDir
+from relax_slurm.control.weights import WeightOperations
 from relax_slurm.core.binding import BoundPlan
 from relax_slurm.core.evidence import StepProof
 from relax_slurm.core.plan import InferencePlacementPlan, RouteMode
@@ -82,6 +83,7 @@ class Coordinator:
         self.events = EventLog(run_dir.path)
         self.hooks = Hooks(self._publish_replica, self.record, self.spawn, clock, new_id)
         self._endpoint = endpoint
+        self.weights = WeightOperations(self.managers, self.routers, self.hooks, config, publish=self.publish_all)
         self._tasks: set[asyncio.Task[None]] = set()
         self._inbox = Inbox(self)
 
@@ -298,6 +300,7 @@ class Coordinator:
             self.publisher.publish_engine(role, name, replica.published(), state)
         elif router is not None and state is not None:
             self.publisher.publish_head(role, name, router_url=router.url, state=state)
+        self.weights.moved.set()
 
     def start_routers(self) -> None:
         """Start the router of every model that has one. Call when the managers are there."""
@@ -322,6 +325,7 @@ class Coordinator:
         if self.registry.snapshot(router.role) is not None:
             state = self.managers[router.role, router.model].shown_state(router.url)
             self.publisher.publish_head(router.role, router.model, router_url=router.url, state=state)
+        self.weights.moved.set()
 
     async def _pulse(self) -> None:
         """Heartbeats on discovery."""
@@ -347,6 +351,9 @@ class Coordinator:
         """Let every manager go on with what had to wait, and tell the run whether everything is there."""
         for manager in self.managers.values():
             manager.tick()
+        self.weights.tick()
+        if any(manager.updating for manager in self.managers.values()):
+            return
         complete = self.routers.complete and all(manager.complete for manager in self.managers.values())
         if complete and self.run.state is RunState.DEGRADED:
             self.advance(RunEvent.ALL_READY)

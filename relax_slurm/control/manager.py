@@ -20,7 +20,6 @@ from relax_slurm.control.dispatch import Dispatch, Slot
 from relax_slurm.control.links import NodeLinks
 from relax_slurm.control.router_api import RouterWorker
 from relax_slurm.core.binding import BoundPlan
-from relax_slurm.core.placement_replicas import FIRST_WEIGHT_VERSION
 from relax_slurm.core.plan import ModelPlan, RouteMode, WeightSource, WorkerType
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import (
@@ -33,14 +32,21 @@ from relax_slurm.core.replica_events import (
     State,
 )
 from relax_slurm.core.snapshot import ModelEntry, ReplicaState, model_state
+from relax_slurm.core.weights import Weights
 from relax_slurm.errors import EngineFailed, RecoveryRequired, RelaxError, StartupFailed
-from relax_slurm.wire.messages import WorkerState, WorkerStatus
+from relax_slurm.wire.messages import Method, WorkerState, WorkerStatus
 
 STOP_AGAIN_SECONDS = 30.0
 REBUILD_PAUSE_SECONDS = 1.0
 MAX_REBUILD_PAUSE_SECONDS = 30.0
 """Pause before a stop that could not be confirmed is asked for again."""
 _BAD = (State.FAILED, State.STOPPING, State.GONE)
+
+
+class WeightsBusy(RelaxError):
+    """The model's weights are being updated; one thing at a time."""
+
+    http_status, code = 409, "weights_busy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,8 @@ class InferenceManager:
         self._hooks = hooks
         self._serving = False
         self._rebuild = False
+        self.updating = False
+        """Whether an update of its weights is under way: its replicas being closed is then no loss."""
         self._changed = asyncio.Event()
         self._dispatch = Dispatch(
             model,
@@ -128,7 +136,7 @@ class InferenceManager:
             route_mode=self.model.route_mode,
             router_url=router_url,
             weight_source=self.model.weight_source,
-            weight_version=None if static else str(self.model.engine_args.get("weight_version", FIRST_WEIGHT_VERSION)),
+            weight_version=None if static else self.weights.version,
             served_model_name=self.model.served_model_name,
             engines=tuple(sorted(published, key=lambda engine: engine.engine_id)),
         )
@@ -154,6 +162,16 @@ class InferenceManager:
     def is_public(self, replica_id: str) -> bool:
         """Whether discovery may show the replica."""
         return self._slots[replica_id].plan.worker_type is WorkerType.REGULAR
+
+    @property
+    def weights(self) -> Weights:
+        """What every replica that serves has."""
+        return self._dispatch.weights
+
+    @property
+    def serving(self) -> bool:
+        """Whether it looks after its replicas: after the start and before the end."""
+        return self._serving
 
     @property
     def complete(self) -> bool:
@@ -194,7 +212,14 @@ class InferenceManager:
         await self._until(State.READY, StartupFailed)
 
     async def offload(self) -> None:
-        """Bring every replica to SLEEPING; `RecoveryRequired` when the release of one is not confirmed."""
+        """Bring every replica to SLEEPING; `RecoveryRequired` when the release of one is not confirmed.
+
+        Not while `updating`: a replica that sleeps with half an update in it has no weights to wake up with.
+        """
+        if self.updating:
+            raise WeightsBusy(
+                f"{self.model.role} model {self.model.name}: its weights are being updated; wait for that"
+            )
         self._feed_all(EventKind.OFFLOAD)
         await self._until(State.SLEEPING, RecoveryRequired)
 
@@ -211,6 +236,22 @@ class InferenceManager:
         self._serving, self._rebuild = True, rebuild
         for slot in self._slots.values():
             self._look_after(slot)
+
+    def slot(self, replica_id: str) -> Slot:
+        """One replica across its rebuilds; only `feed` and `retire` may change it."""
+        return self._slots[replica_id]
+
+    async def ask_head(self, replica_id: str, method: Method, args: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """A command to a replica's head that changes nothing in its machine; errors are those of `links`."""
+        return await self._dispatch.ask_head(self._slots[replica_id], method, args, seconds)
+
+    def adopt(self, weights: Weights) -> None:
+        """These are the model's weights from now on: engines are started with them, and discovery names them."""
+        self._dispatch.weights = weights
+
+    def retire(self, replica_id: str, reason: str) -> None:
+        """End a replica that must not serve; while serving it is built again, with the model's weights."""
+        self._shut_down(self._slots[replica_id], reason)
 
     def tick(self) -> None:
         """Call about once a second while serving: what had to wait for a node or for another try goes on."""

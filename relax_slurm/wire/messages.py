@@ -16,6 +16,7 @@ from relax_slurm.errors import ProtocolError
 OpId = Annotated[str, Field(min_length=1, max_length=64)]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
 Epoch = Annotated[str, Field(pattern=r"^\d{6}-[0-9a-f]{6}$")]
+WaitSeconds = Annotated[float, Field(gt=0, le=3600)]
 AnyEpoch = Annotated[str, Field(pattern=r"^(\d{6}-[0-9a-f]{6})?$")]
 
 
@@ -62,6 +63,10 @@ class Method(StrEnum):
     """Safe offload order; answers after memory was measured."""
     ONLOAD = "onload"
     """Bring released tags back; admission stays closed until `open_admission`."""
+    UPDATE_WEIGHTS = "update_weights"
+    """Close, load other weights, ask for the version; admission stays closed until `open_admission`."""
+    WEIGHTS_GROUP = "weights_group"
+    """Join or leave a group for distributed updates."""
     SHUTDOWN = "shutdown"
     """Stop every engine and leave."""
 
@@ -169,6 +174,46 @@ class Stop(_Message):
     """Something that the run needs cannot be had: it ends as FAILED instead of STOPPED."""
 
 
+class UpdateWeights(_Message):
+    """Other weights for every replica of a model; answered with the operation, which goes on by itself."""
+
+    kind: Literal["update_weights"]
+    id: OpId
+    role: Name = "rollout"
+    model: Name
+    source: Literal["disk", "tensor", "distributed"]
+    weight_version: Name
+    payload: dict[str, Any]
+    """Body of SGLang's update call, passed on as it is."""
+    per_replica: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Fields laid over the payload for single replicas, by replica id."""
+    final: bool = True
+    """False: a part; the replicas stay closed for the next one."""
+    timeout_seconds: WaitSeconds | None = None
+    drain_seconds: Annotated[float, Field(ge=0, le=3600)] | None = None
+
+
+class WeightsGroup(_Message):
+    """Make or end a group for distributed updates at every replica of a model."""
+
+    kind: Literal["weights_group"]
+    id: OpId
+    role: Name = "rollout"
+    model: Name
+    action: Literal["init", "destroy"]
+    payload: dict[str, Any] = Field(default_factory=dict)
+    per_replica: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    timeout_seconds: WaitSeconds | None = None
+
+
+class GetWeights(_Message):
+    """How an operation of the two kinds above stands."""
+
+    kind: Literal["get_weights"]
+    id: OpId
+    operation: OpId
+
+
 class GatewayUp(_Message):
     """A gateway listens; the coordinator writes its URL to `endpoint.json`."""
 
@@ -185,7 +230,7 @@ class Ping(_Message):
 
 
 FromSidecar = Hello | Beat | Event | Result
-Request = GetSnapshot | GetState | StepEnded | Stop | GatewayUp | Ping
+Request = GetSnapshot | GetState | StepEnded | Stop | GatewayUp | Ping | UpdateWeights | WeightsGroup | GetWeights
 
 
 class Welcome(_Message):
@@ -272,6 +317,9 @@ _TO_COORDINATOR: dict[str, type[FromSidecar | Request]] = {
     "stop": Stop,
     "gateway_up": GatewayUp,
     "ping": Ping,
+    "update_weights": UpdateWeights,
+    "weights_group": WeightsGroup,
+    "get_weights": GetWeights,
 }
 _TO_SIDECAR: dict[str, type[ToSidecar]] = {
     "welcome": Welcome,
@@ -283,7 +331,10 @@ _ON_DISCOVERY: dict[str, type[FromDiscovery]] = {"update": Update, "heartbeat": 
 
 SENDERS: dict[PeerKind, frozenset[str]] = {
     PeerKind.SIDECAR: frozenset({"hello", "beat", "event", "result"}),
-    PeerKind.CLIENT: frozenset({"get_snapshot", "get_state", "step_ended", "stop", "gateway_up", "ping"}),
+    PeerKind.CLIENT: frozenset(
+        {"get_snapshot", "get_state", "step_ended", "stop", "gateway_up", "ping"}
+        | {"update_weights", "weights_group", "get_weights"}
+    ),
     PeerKind.COORDINATOR: frozenset(),
 }
 """Which kinds a peer may send to the coordinator."""
