@@ -16,6 +16,7 @@ from uuid import uuid4
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control.allocation import Allocation
 from relax_slurm.control.event_log import EventLog
+from relax_slurm.control.external import ExternalEngines
 from relax_slurm.control.head_ports import head_ports
 from relax_slurm.control.inbox import Inbox
 from relax_slurm.control.links import NodeLink, NodeLinks
@@ -36,7 +37,7 @@ from relax_slurm.control.run_dir import RunDir
 from relax_slurm.control.weights import WeightOperations
 from relax_slurm.core.binding import BoundPlan
 from relax_slurm.core.evidence import StepProof
-from relax_slurm.core.plan import InferencePlacementPlan, RouteMode
+from relax_slurm.core.plan import InferencePlacementPlan, Role, RouteMode
 from relax_slurm.core.registry import Registry
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import Evidence
@@ -83,6 +84,13 @@ class Coordinator:
         self.events = EventLog(run_dir.path)
         self.hooks = Hooks(self._publish_replica, self.record, self.spawn, clock, new_id)
         self._endpoint = endpoint
+        self.externals = ExternalEngines(
+            plan,
+            seconds=config.control.external_seconds,
+            publish=self._publish_external,
+            record=self.record,
+            spawn=self.spawn,
+        )
         self.weights = WeightOperations(self.managers, self.routers, self.hooks, config, publish=self.publish_all)
         self._tasks: set[asyncio.Task[None]] = set()
         self._inbox = Inbox(self)
@@ -280,9 +288,16 @@ class Coordinator:
         for role in self.plan.roles:
             entries = []
             for model in role.models:
+                if model.external:
+                    entries.append(self.externals.entry(role.role, model.name))
+                    continue
                 router = self.routers.of(role.role, model.name)
                 entries.append(self.managers[role.role, model.name].entry(router.url if router is not None else None))
             self.publisher.publish_role(role, entries)
+
+    def _publish_external(self, role: Role) -> None:
+        if self.registry.snapshot(role) is not None:
+            self.publish_all()
 
     def _publish_replica(self, manager: InferenceManager, replica: Replica) -> None:
         role, name = manager.model.role, manager.model.name
@@ -354,11 +369,12 @@ class Coordinator:
         self.weights.tick()
         if any(manager.updating for manager in self.managers.values()):
             return
-        complete = self.routers.complete and all(manager.complete for manager in self.managers.values())
+        ours = self.routers.complete and all(manager.complete for manager in self.managers.values())
+        complete = ours and self.externals.complete
         if complete and self.run.state is RunState.DEGRADED:
             self.advance(RunEvent.ALL_READY)
         elif not complete and self.run.state is RunState.READY:
-            self.advance(RunEvent.PART_LOST, "a replica or a router is missing")
+            self.advance(RunEvent.PART_LOST, "a replica, a router or an external engine is missing")
 
     @property
     def registry(self) -> Registry:

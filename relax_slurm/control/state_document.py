@@ -27,7 +27,7 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
         "backend": str(coordinator.allocation.backend),
         "job_ids": list(coordinator.allocation.job_ids),
         "roles": {str(role): to_json(snapshot) for role, snapshot in snapshots.items() if snapshot is not None},
-        "leases": {str(role.role): _lease(coordinator, role.role) for role in coordinator.plan.roles},
+        "leases": {str(role.role): _lease(coordinator, role.role) for role in coordinator.plan.roles if role.pool},
         "batch": {"id": None, "state": None},
         "nodes": [
             {
@@ -63,6 +63,7 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
             }
             for router in coordinator.routers.all
         ],
+        "externals": coordinator.externals.rows(),
         "wire": {
             "garbage": coordinator.server.counters.garbage,
             "denied": coordinator.server.counters.denied,
