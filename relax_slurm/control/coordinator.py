@@ -311,7 +311,9 @@ class Coordinator:
             else:
                 router.want(worker)
             state = manager.shown_state(router.url)
-        if manager.is_public(replica.engine_id):
+        if self.registry.snapshot(role) is None:
+            pass  # the end of a run that was not published yet; `publish_all` shows everything as it stands
+        elif manager.is_public(replica.engine_id):
             self.publisher.publish_engine(role, name, replica.published(), state)
         elif router is not None and state is not None:
             self.publisher.publish_head(role, name, router_url=router.url, state=state)

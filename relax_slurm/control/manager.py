@@ -18,6 +18,7 @@ from typing import Any
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control.dispatch import Dispatch, Slot
 from relax_slurm.control.links import NodeLinks
+from relax_slurm.control.refusals import WeightsBusy
 from relax_slurm.control.router_api import RouterWorker
 from relax_slurm.core.binding import BoundPlan
 from relax_slurm.core.plan import ModelPlan, RouteMode, WeightSource, WorkerType
@@ -41,12 +42,6 @@ REBUILD_PAUSE_SECONDS = 1.0
 MAX_REBUILD_PAUSE_SECONDS = 30.0
 """Pause before a stop that could not be confirmed is asked for again."""
 _BAD = (State.FAILED, State.STOPPING, State.GONE)
-
-
-class WeightsBusy(RelaxError):
-    """The model's weights are being updated; one thing at a time."""
-
-    http_status, code = 409, "weights_busy"
 
 
 @dataclass(frozen=True, slots=True)
