@@ -270,10 +270,10 @@ class HostedWorker:
         """Bring released tags back; admission stays closed until it is asked for."""
         tags = [Tag(name) for name in args.get("tags") or list(Tag)]
         outcome = await self.tenancy.onload(float(args["deadline_seconds"]), tags)
-        if not outcome.ok:
+        if not outcome.ok and outcome.result is not Result.WEIGHTS_PENDING:
             raise await self._failed(outcome)
         self._set(WorkerState.UP)
-        return outcome.as_json()
+        return outcome.as_json() | {"weights_valid": outcome.ok}
 
     async def _failed(self, outcome: Outcome) -> RelaxError:
         if outcome.result is Result.ENGINE_GONE:

@@ -137,7 +137,7 @@ class WeightsClient:
     ) -> str:
         """Begin an update and answer its operation id. `RemoteError` when the coordinator refuses it."""
         seconds = float(timeout_seconds or self._timeout_seconds)
-        fields = {"weight_version": version, "source": source, "final": final, "timeout_seconds": seconds}
+        fields = {"weight_version": version, "source": source, "final": final, "limit_seconds": seconds}
         if drain_seconds is not None:
             fields["drain_seconds"] = float(drain_seconds)
         return await self._begin("update_weights", role, model, payload, per_replica, operation_id, fields)
@@ -154,7 +154,7 @@ class WeightsClient:
         operation_id: str | None = None,
     ) -> str:
         """Begin to make (`init`) or end (`destroy`) a group and answer the operation id."""
-        fields = {"action": action, "timeout_seconds": float(timeout_seconds or self._timeout_seconds)}
+        fields = {"action": action, "limit_seconds": float(timeout_seconds or self._timeout_seconds)}
         return await self._begin("weights_group", role, model, payload, per_replica, operation_id, fields)
 
     async def _begin(

@@ -57,7 +57,9 @@ def success(command: Command, rank: int, value: Mapping[str, Any]) -> Event:
         case CommandKind.OFFLOAD:
             return Event(EventKind.RELEASED, rank, tags=command.tags)
         case CommandKind.ONLOAD:
-            return Event(EventKind.RESUMED, rank, tags=command.tags)
+            valid = value.get("weights_valid") is not False
+            reason = "" if valid else "its memory is back, and its weights have to be sent"
+            return Event(EventKind.RESUMED, rank, tags=command.tags, weights_valid=valid, reason=reason)
         case _:
             return Event(EventKind.WORKER_EXITED, rank, evidence=Evidence.CONFIRMED_EXIT)
 

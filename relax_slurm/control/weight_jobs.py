@@ -82,7 +82,7 @@ def update_job(
             raise NotUpdatable(f"{where}: no replica is left that took the parts before; begin the update again")
     if transport is Transport.DISTRIBUTED:
         _check_joined(manager, members, group_of(message.payload), where)
-    seconds = message.timeout_seconds or control.operation_seconds
+    seconds = message.limit_seconds or control.operation_seconds
     drain = control.drain_seconds if message.drain_seconds is None else message.drain_seconds
     document = _document(
         message,
@@ -107,7 +107,7 @@ def group_job(message: WeightsGroup, managers: Managers, control: ControlConfig)
     for payload in _payloads(message, manager):
         check_group(GroupAction(message.action), payload, where)
     document = _document(message, action=message.action, group=group_of(message.payload))
-    seconds = message.timeout_seconds or control.operation_seconds
+    seconds = message.limit_seconds or control.operation_seconds
     return Job(message, manager, document, _up(manager, where), seconds, None, {"action": message.action})
 
 

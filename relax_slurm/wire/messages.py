@@ -189,7 +189,8 @@ class UpdateWeights(_Message):
     """Fields laid over the payload for single replicas, by replica id."""
     final: bool = True
     """False: a part; the replicas stay closed for the next one."""
-    timeout_seconds: WaitSeconds | None = None
+    limit_seconds: WaitSeconds | None = None
+    """Time limit of each replica's part; null is `control.operation_seconds`."""
     drain_seconds: Annotated[float, Field(ge=0, le=3600)] | None = None
 
 
@@ -203,7 +204,8 @@ class WeightsGroup(_Message):
     action: Literal["init", "destroy"]
     payload: dict[str, Any] = Field(default_factory=dict)
     per_replica: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    timeout_seconds: WaitSeconds | None = None
+    limit_seconds: WaitSeconds | None = None
+    """Time limit of each replica's part; null is `control.operation_seconds`."""
 
 
 class GetWeights(_Message):
