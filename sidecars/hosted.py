@@ -99,6 +99,7 @@ class HostedWorker:
                 is_alive=lambda: self.engine.running,
                 require_key=settings.guard_key,
                 payload_check=self._check,
+                served_name=spec.served_model_name,
             )
         self._gate = _Gate(self.guard)
         self.tenancy = Tenancy(self.engine, self._gate, _meter(spec, settings))
