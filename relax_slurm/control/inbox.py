@@ -16,7 +16,6 @@ from relax_slurm.wire.messages import (
     GatewayUp,
     GetSnapshot,
     GetState,
-    GetWeights,
     Hello,
     IdReused,
     PeerKind,
@@ -24,12 +23,11 @@ from relax_slurm.wire.messages import (
     Result,
     StepEnded,
     Stop,
-    UpdateWeights,
-    WeightsGroup,
     parse_for_coordinator,
 )
 from relax_slurm.wire.messages import Event as WorkerEvent
 from relax_slurm.wire.server import Incoming
+from relax_slurm.wire.weight_messages import GetWeights, UpdateWeights, WeightsGroup
 
 if TYPE_CHECKING:
     from relax_slurm.control.coordinator import Coordinator

@@ -23,7 +23,7 @@ from relax_slurm.core.weights import (
     group_of,
 )
 from relax_slurm.errors import ProtocolError
-from relax_slurm.wire.messages import UpdateWeights, WeightsGroup
+from relax_slurm.wire.weight_messages import UpdateWeights, WeightsGroup
 
 UP = (State.STARTING, State.READY, State.ONLOADING)
 """States in which a replica that has all its memory can take weights."""

@@ -27,7 +27,8 @@ from relax_slurm.core.snapshot import ReplicaState
 from relax_slurm.core.weights import GroupAction, Outcome, Report, Transport, Verdict, Weights, decide, group_of
 from relax_slurm.errors import RecoveryRequired, StartupFailed
 from relax_slurm.wire.codec import pack
-from relax_slurm.wire.messages import GetWeights, IdReused, Method, UpdateWeights, WeightsGroup
+from relax_slurm.wire.messages import IdReused, Method
+from relax_slurm.wire.weight_messages import GetWeights, UpdateWeights, WeightsGroup
 
 KEPT_OPERATIONS = 256
 MARGIN_SECONDS = 30.0

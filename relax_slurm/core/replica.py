@@ -176,7 +176,7 @@ class Replica:
             worker.tags = event.tags if kind is EventKind.WORKER_READY else worker.tags | event.tags
             if head:
                 # A resume brings back what was there; when that is not what is awaited, it is still awaited.
-                stale = self.weights_awaited and kind is EventKind.RESUMED
+                stale = self.weights_awaited and self.state is not State.STARTING
                 self.weights_valid = event.weights_valid and not stale
                 self.weights_awaited = not self.weights_valid
             if head and event.base_url is not None and event.base_url != self.base_url:

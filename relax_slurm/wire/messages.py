@@ -9,15 +9,12 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from relax_slurm.errors import ProtocolError
-
-OpId = Annotated[str, Field(min_length=1, max_length=64)]
-Name = Annotated[str, Field(min_length=1, max_length=255)]
-Epoch = Annotated[str, Field(pattern=r"^\d{6}-[0-9a-f]{6}$")]
-WaitSeconds = Annotated[float, Field(gt=0, le=3600)]
-AnyEpoch = Annotated[str, Field(pattern=r"^(\d{6}-[0-9a-f]{6})?$")]
+from relax_slurm.wire.message_base import AnyEpoch, Epoch, Name, OpId
+from relax_slurm.wire.message_base import Message as _Message
+from relax_slurm.wire.weight_messages import GetWeights, UpdateWeights, WeightsGroup
 
 
 class PeerKind(StrEnum):
@@ -69,10 +66,6 @@ class Method(StrEnum):
     """Join or leave a group for distributed updates."""
     SHUTDOWN = "shutdown"
     """Stop every engine and leave."""
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
 
 class WorkerStatus(_Message):
@@ -172,48 +165,6 @@ class Stop(_Message):
     reason: str = ""
     failed: bool = False
     """Something that the run needs cannot be had: it ends as FAILED instead of STOPPED."""
-
-
-class UpdateWeights(_Message):
-    """Other weights for every replica of a model; answered with the operation, which goes on by itself."""
-
-    kind: Literal["update_weights"]
-    id: OpId
-    role: Name = "rollout"
-    model: Name
-    source: Literal["disk", "tensor", "distributed"]
-    weight_version: Name
-    payload: dict[str, Any]
-    """Body of SGLang's update call, passed on as it is."""
-    per_replica: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Fields laid over the payload for single replicas, by replica id."""
-    final: bool = True
-    """False: a part; the replicas stay closed for the next one."""
-    limit_seconds: WaitSeconds | None = None
-    """Time limit of each replica's part; null is `control.operation_seconds`."""
-    drain_seconds: Annotated[float, Field(ge=0, le=3600)] | None = None
-
-
-class WeightsGroup(_Message):
-    """Make or end a group for distributed updates at every replica of a model."""
-
-    kind: Literal["weights_group"]
-    id: OpId
-    role: Name = "rollout"
-    model: Name
-    action: Literal["init", "destroy"]
-    payload: dict[str, Any] = Field(default_factory=dict)
-    per_replica: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    limit_seconds: WaitSeconds | None = None
-    """Time limit of each replica's part; null is `control.operation_seconds`."""
-
-
-class GetWeights(_Message):
-    """How an operation of the two kinds above stands."""
-
-    kind: Literal["get_weights"]
-    id: OpId
-    operation: OpId
 
 
 class GatewayUp(_Message):

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from relax_slurm import resources
 from relax_slurm.client.inference import InferenceClient
 from relax_slurm.client.sync import SyncInferenceClient
 from relax_slurm.client.weights import SyncWeightsClient
@@ -17,7 +19,7 @@ from relax_slurm.core.plan import Role
 from relax_slurm.wire.client import RemoteError
 from sidecars.worker import WorkerSpec
 from tests.contract.engine_program import launch, worker
-from tests.harness.launch import LaunchedRun
+from tests.harness.launch import LaunchedRun, command_line
 from tests.harness.sites import LOCAL, NewRun, small
 from tests.harness.wait import until
 
@@ -96,6 +98,10 @@ def test_a_teacher_of_somebody_else(new: NewRun, tmp_path: Path, key_file: Path)
             pytest.raises(RemoteError, match="no model teacher/math is managed here"),
         ):
             trainer.update_weights_from_disk("math", str(tmp_path), "1", role="teacher")
+        for verb in (["status"], ["top", "--once"]):
+            shown = run.call(*verb)
+            assert shown.rc == 0, shown.said
+            assert "math" in shown.out
         assert KEY not in run.logs() + _everything(run)
         _goes_and_comes(run, engine.process.pid)
         assert run.call("stop").rc == 0
@@ -125,6 +131,19 @@ def _goes_and_comes(run: LaunchedRun, pid: int) -> None:
     assert teacher_of(run)["engines"][0]["generation"] == 2
     run.wait_state("READY")
     assert run.http().post("/teacher/generate", json=PROMPT).status_code == 200
+
+
+def test_the_shipped_run_file(new: NewRun, tmp_path: Path) -> None:
+    spec = foreign(tmp_path / "theirs", api_key=None)
+    run = new(yaml.safe_load(resources.read("configs", "external.yaml")))
+    with launch(spec):
+        done = run.launch("--json", "--set", f'roles.teacher.models.math.external=["{spec.base_url}"]')
+        assert done.rc == 0, done.said + run.logs()
+        run.wait_state("READY")
+        assert run.http().post("/teacher/generate", json=PROMPT).status_code == 200
+    planned = command_line(run.site, "plan", str(run.config))
+    assert planned.rc == 0, planned.said
+    assert "math/external-0: somebody else's, http://127.0.0.1:30000" in planned.out
 
 
 def test_one_that_is_not_there_does_not_stop_the_others(new: NewRun, tmp_path: Path, key_file: Path) -> None:
