@@ -18,9 +18,10 @@ from relax_slurm.control.allocation import Allocation
 from relax_slurm.control.event_log import EventLog
 from relax_slurm.control.external import ExternalEngines
 from relax_slurm.control.head_ports import head_ports
+from relax_slurm.control.hooks import Hooks
 from relax_slurm.control.inbox import Inbox
 from relax_slurm.control.links import NodeLink, NodeLinks
-from relax_slurm.control.manager import Hooks, InferenceManager
+from relax_slurm.control.manager import InferenceManager
 from relax_slurm.control.managers import Managers
 from relax_slurm.control.node_reports import bind_nodes
 from relax_slurm.control.publisher import Publisher

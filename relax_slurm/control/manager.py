@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control.dispatch import Dispatch, Slot
+from relax_slurm.control.hooks import Hooks
 from relax_slurm.control.links import NodeLinks
 from relax_slurm.control.refusals import WeightsBusy
 from relax_slurm.control.router_api import RouterWorker
+from relax_slurm.control.shown import model_entry, router_worker, shown_state
 from relax_slurm.core.binding import BoundPlan
-from relax_slurm.core.plan import ModelPlan, RouteMode, WeightSource, WorkerType
+from relax_slurm.core.plan import ModelPlan, WorkerType
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import (
     Command,
@@ -32,7 +33,7 @@ from relax_slurm.core.replica_events import (
     IllegalEvent,
     State,
 )
-from relax_slurm.core.snapshot import ModelEntry, ReplicaState, model_state
+from relax_slurm.core.snapshot import ModelEntry, ReplicaState
 from relax_slurm.core.weights import Weights
 from relax_slurm.errors import EngineFailed, RecoveryRequired, RelaxError, StartupFailed
 from relax_slurm.wire.messages import Method, WorkerState, WorkerStatus
@@ -42,19 +43,6 @@ REBUILD_PAUSE_SECONDS = 1.0
 MAX_REBUILD_PAUSE_SECONDS = 30.0
 """Pause before a stop that could not be confirmed is asked for again."""
 _BAD = (State.FAILED, State.STOPPING, State.GONE)
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What a manager needs from the coordinator."""
-
-    publish: Callable[[InferenceManager, Replica], None]
-    record: Callable[..., None]
-    """Append to events.jsonl."""
-    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-    """Run as a task that the coordinator keeps and whose failure ends the run."""
-    clock: Callable[[], float]
-    new_id: Callable[[], str]
 
 
 def rebuild_pause(restarts: int) -> float:
@@ -121,38 +109,15 @@ class InferenceManager:
 
     def entry(self, router_url: str | None = None) -> ModelEntry:
         """The model as discovery shows it; prefill and decode workers stay inside."""
-        published = [
-            slot.replica.published() for slot in self._slots.values() if slot.plan.worker_type is WorkerType.REGULAR
-        ]
-        static = self.model.weight_source is WeightSource.STATIC
-        return ModelEntry(
-            name=self.model.name,
-            state=self.shown_state(router_url),
-            route_mode=self.model.route_mode,
-            router_url=router_url,
-            weight_source=self.model.weight_source,
-            weight_version=None if static else self.weights.version,
-            served_model_name=self.model.served_model_name,
-            engines=tuple(sorted(published, key=lambda engine: engine.engine_id)),
-        )
+        return model_entry(self.model, self._slots.values(), self.weights, router_url)
 
     def shown_state(self, router_url: str | None) -> ReplicaState:
         """The model's state. Behind a router it is READY while the router's URL is published, and not otherwise."""
-        routed = self.model.route_mode is RouteMode.SGLANG_ROUTER
-        if routed and router_url is not None:
-            return ReplicaState.READY
-        state = model_state(slot.replica.published().state for slot in self._slots.values())
-        return ReplicaState.STARTING if routed and state is ReplicaState.READY else state
+        return shown_state(self.model, self._slots.values(), router_url)
 
     def router_worker(self, replica: Replica) -> RouterWorker | None:
         """The replica as its router shall know it; None while it must not get requests."""
-        shown = replica.published()
-        if not shown.routable or shown.base_url is None:
-            return None
-        slot = self._slots[replica.engine_id]
-        kind = slot.plan.worker_type
-        port = slot.bindings[0].ports.bootstrap if kind is WorkerType.PREFILL else None
-        return RouterWorker(replica.engine_id, shown.base_url, shown.generation, kind, port)
+        return router_worker(self._slots[replica.engine_id], replica)
 
     def is_public(self, replica_id: str) -> bool:
         """Whether discovery may show the replica."""

@@ -15,8 +15,9 @@ from hashlib import sha256
 from typing import Any
 
 from relax_slurm.config.models import RunConfig
+from relax_slurm.control.hooks import Hooks
 from relax_slurm.control.links import CommandFailed, NodeGone
-from relax_slurm.control.manager import Hooks, InferenceManager
+from relax_slurm.control.manager import InferenceManager
 from relax_slurm.control.managers import Managers
 from relax_slurm.control.refusals import UnknownOperation
 from relax_slurm.control.routers import Routers
