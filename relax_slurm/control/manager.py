@@ -184,7 +184,10 @@ class InferenceManager:
         await self._until(State.SLEEPING, RecoveryRequired)
 
     async def onload(self) -> None:
-        """Bring every replica back to READY; `EngineFailed` when one does not come."""
+        """Bring every replica back to READY, or to where only its weights are missing, which a trainer has to send.
+
+        `EngineFailed` when one does not come.
+        """
         self._feed_all(EventKind.ONLOAD)
         await self._until(State.READY, EngineFailed)
 
@@ -236,7 +239,7 @@ class InferenceManager:
             slot.bindings = tuple(bound.worker_binding(worker) for worker in slot.plan.workers)
 
     async def _until(self, wanted: State, error: type[RelaxError]) -> None:
-        while self._counts[wanted] < len(self._slots) and not any(self._counts[state] for state in _BAD):
+        while self._reached(wanted) < len(self._slots) and not any(self._counts[state] for state in _BAD):
             self._changed.clear()
             await self._changed.wait()
         for replica in self.replicas:
@@ -246,6 +249,13 @@ class InferenceManager:
                     f"{self.nodes_of(replica.engine_id)[0]} is {replica.state}, wanted {wanted}: "
                     f"{replica.reason or 'no reason given'}"
                 )
+
+    def _reached(self, wanted: State) -> int:
+        count = self._counts[wanted]
+        if wanted is State.READY and self._counts[State.ONLOADING]:
+            waiting = (replica.weights_awaited and replica.resident for replica in self.replicas)
+            count += sum(waiting)
+        return count
 
     # --- events ---------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from relax_slurm.control import replica_commands
 from relax_slurm.control.hooks import Hooks
 from relax_slurm.control.links import NodeLinks
 from relax_slurm.control.manager import InferenceManager
+from relax_slurm.control.refusals import WeightsBusy
 from relax_slurm.core.binding import bind
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import Event, EventKind, Evidence, State
@@ -219,6 +220,24 @@ def test_an_onload_that_fails() -> None:
             at.far.actors.by_method["onload"] = lambda args: bad("exited", "died")
             with pytest.raises(EngineFailed, match="died"):
                 await at.manager.onload()
+
+    run(scenario)
+
+
+def test_an_onload_after_which_the_weights_have_to_be_sent() -> None:
+    async def scenario() -> None:
+        async with bench(defer_config(), "policy") as at:
+            await at.manager.start()
+            await at.manager.offload()
+            at.far.actors.by_method["onload"] = lambda args: good(weights_valid=False)
+            await at.manager.onload()
+            (replica,) = at.manager.replicas
+            assert (replica.state, replica.weights_awaited, replica.admission_open) == (State.ONLOADING, True, False)
+            at.manager.feed(replica.engine_id, Event(EventKind.WEIGHTS_VALID))
+            await until(lambda: replica.state is State.READY)
+            at.manager.updating = True
+            with pytest.raises(WeightsBusy):
+                await at.manager.offload()
 
     run(scenario)
 

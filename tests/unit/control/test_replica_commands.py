@@ -21,6 +21,13 @@ def test_every_command_but_publish_is_a_method() -> None:
     assert set(Method) - set(METHODS.values()) == others
 
 
+def test_a_replica_may_come_back_without_its_weights() -> None:
+    onload = Command(CommandKind.ONLOAD, 0, ALL_TAGS)
+    assert success(onload, 0, {"weights_valid": True}).weights_valid
+    event = success(onload, 0, {"weights_valid": False})
+    assert (event.weights_valid, bool(event.reason)) == (False, True)
+
+
 @pytest.mark.parametrize("kind", SENT)
 def test_the_coordinator_waits_longer_than_the_sidecar(kind: CommandKind) -> None:
     config = config_of()
