@@ -7,37 +7,13 @@ import ipaddress
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from relax_slurm.config.base import Count, Directive, OptionLine, Seconds, Section, ShellLine, Text
 from relax_slurm.config.hints import nearest
+from relax_slurm.config.options import SBATCH, SRUN, owned
 
 TIME_PATTERN = re.compile(r"(\d+-)?\d{1,6}(:\d{1,2}){0,2}")
-_ONE_TASK = "nothing: one task per node is started"
-_NO_ARRAY = "nothing: a heterogeneous job cannot be an array"
-_GPUS = "pools.POOL.gpus_per_node"
-OWNED_SBATCH = {
-    **dict.fromkeys(("--job-name", "-J"), "name"),
-    **dict.fromkeys(("--nodes", "-N"), "pools.POOL.nodes"),
-    **dict.fromkeys(("--gpus", "-G", "--gpus-per-node", "--gres"), _GPUS),
-    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), _ONE_TASK),
-    **dict.fromkeys(("--output", "-o", "--error", "-e"), "runs_root"),
-    **dict.fromkeys(("--array", "-a"), _NO_ARRAY),
-    **dict.fromkeys(("--time", "-t"), "slurm.time"),
-    **dict.fromkeys(("--partition", "-p"), "slurm.partition"),
-    **dict.fromkeys(("--account", "-A"), "slurm.account"),
-    **dict.fromkeys(("--qos", "-q"), "slurm.qos"),
-    **dict.fromkeys(("--constraint", "-C"), "slurm.constraint"),
-    **dict.fromkeys(("--requeue", "--no-requeue"), "slurm.requeue"),
-    **dict.fromkeys(("--cpus-per-task", "-c"), "pools.POOL.cpus_per_node"),
-    "--reservation": "slurm.reservation",
-    "--exclusive": "slurm.exclusive",
-    "--comment": "slurm.comment",
-    "--signal": "slurm.signal_seconds",
-    "--mem": "pools.POOL.mem",
-    "--wrap": "slurm.setup",
-}
-"""sbatch options the tool writes itself, and the key to use instead."""
 
 
 class SlurmConfig(Section):
@@ -63,10 +39,11 @@ class SlurmConfig(Section):
     """Ask for whole nodes. GPUs are requested explicitly in any case, because steps do not get implicit
     ones."""
     extra_sbatch: tuple[OptionLine, ...] = ()
-    """Further sbatch options, one per entry, such as `--mail-type=END`. Options that the tool writes are
-    refused."""
+    """Further sbatch options, one per entry, such as `--mail-type=END`. Options that the tool writes are refused,
+    however they are shortened, and so are those that change what submitting means."""
     extra_srun: tuple[OptionLine, ...] = ()
-    """Further options of every node step."""
+    """Further options of every node step. Those that say where and how often it runs, or which GPUs it gets, are
+    refused."""
     setup: tuple[ShellLine, ...] = ()
     """Shell lines run first on the batch host, such as `module load cuda`."""
     template: Text | None = None
@@ -109,18 +86,16 @@ class SlurmConfig(Section):
                 raise ValueError(f"entry {line!r} is not an option; write it as --option=value")
         return value
 
-    @field_validator("extra_sbatch")
+    @field_validator("extra_sbatch", "extra_srun")
     @classmethod
-    def _owned(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _owned(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         for line in value:
-            option = re.split(r"[=\s]", line, maxsplit=1)[0]
-            short = option[:2] if not option.startswith("--") else option
-            if short == "--gres" and "gpu" not in line:
-                continue  # other generic resources are the site's business
-            if short in OWNED_SBATCH:
-                raise ValueError(
-                    f"entry {line!r} sets {short}, which the tool writes itself; use {OWNED_SBATCH[short]}"
-                )
+            found = owned(line, SBATCH if info.field_name == "extra_sbatch" else SRUN)
+            if found is not None:
+                option, instead = found
+                why, nothing, reason = instead.partition("nothing: ")
+                words = f"is refused: {reason}; remove it" if nothing else f"the tool writes itself; use {why}"
+                raise ValueError(f"entry {line!r} sets {option}, which {words}")
         return value
 
 
