@@ -252,9 +252,8 @@ class InferenceManager:
 
     def _reached(self, wanted: State) -> int:
         count = self._counts[wanted]
-        if wanted is State.READY and self._counts[State.ONLOADING]:
-            waiting = (replica.weights_awaited and replica.resident for replica in self.replicas)
-            count += sum(waiting)
+        if wanted is State.READY and self._counts[State.ONLOADING] and not self._dispatch.in_flight:
+            count += sum(entry.weights_awaited and entry.state is State.ONLOADING for entry in self.replicas)
         return count
 
     # --- events ---------------------------------------------------------------------------------------------
