@@ -138,7 +138,7 @@ class Sharing:
 
 def sharing(plan: InferencePlacementPlan) -> Sharing:
     """Holders of a plan: its roles, and training when it uses GPUs of ours."""
-    used = {str(role.role): _bundles(role) for role in plan.roles}
+    used = {str(role.role): _bundles(role) for role in plan.roles if role.pool}  # others have no GPUs of ours
     found = [
         Holder(name, own, deferred=any(own & other for rival, other in used.items() if rival != name))
         for name, own in used.items()
