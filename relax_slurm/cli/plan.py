@@ -142,6 +142,7 @@ def _replicas(plan: InferencePlacementPlan, limit: int | None) -> list[str]:
     lines = []
     for role in plan.roles:
         for model in role.models:
+            lines += [f"{role.role:8} {engine.engine_id}: somebody else's, {engine.url}" for engine in model.external]
             for replica in model.replicas:
                 first, last = replica.bundles[0], replica.bundles[-1]
                 bundles = f"bundle {first}" if first == last else f"bundles {first}-{last}"
