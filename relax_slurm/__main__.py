@@ -25,7 +25,6 @@ _ROWS = {
     "drain": "L6 (lifetime)",
     "doctor": "R1 and L5 (recovery and site checks)",
     "bench": "the benchmarks of tests/bench",
-    "batch": "B2 (closed batches)",
 }
 """Verbs of the contract that this version answers with the row it does not have."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -47,6 +48,8 @@ _BY_STATUS: dict[int, type[RequestError]] = {
     503: Unavailable,
     504: DeadlineExceeded,
 }
+LOOK_SECONDS = 0.05
+"""Pause between two looks at a view that is waited for."""
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 _JSON = (b"content-type", b"application/json")
@@ -155,6 +158,42 @@ class InferenceClient:
         if "model" in answer:
             answer["model"] = target.model
         return answer
+
+    async def wait_ready(self, role: Role, *, timeout_seconds: float = 30.0) -> None:
+        """Return when the client's own view says that every model of the role can be asked; Unavailable.
+
+        The coordinator's word that a role was woken may be ahead of what discovery has told.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            try:
+                if (await self._discovery.view(role, newer=True)).ready:
+                    return
+                seen = f"{role} is not READY"
+            except Unavailable as error:
+                seen = error.message
+            if time.monotonic() > deadline:
+                raise Unavailable(f"{seen} in this client's view after {timeout_seconds:g} s; see `relax-slurm status`")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def abort(self, rid: str, role: Role, *, timeout_seconds: float = 10.0) -> int:
+        """End every request of the role whose id begins with `rid`; the number of engines that were told.
+
+        Ids match by their beginning, so give requests ids of one length and here a whole id, or what all requests to
+        be ended have in common. An aborted request is answered with what there is of it. Nothing is sent to engines
+        that admit nothing; one that cannot be reached is left out.
+        """
+        if not rid:
+            raise BadRequest("abort: rid is empty, which would match every request of the engines; give an id")
+        snapshot = await self._discovery.view(role)
+        models = snapshot.models.values()
+        urls = sorted({each.base_url for model in models for each in model.engines if each.base_url and each.routable})
+        body, pool = _encode({"rid": rid}), self._pools.here()
+        told = await asyncio.gather(
+            *(pool.request("POST", f"{url}/abort_request", self._headers, body, timeout_seconds) for url in urls),
+            return_exceptions=True,
+        )
+        return sum(not isinstance(answer, BaseException) and answer.status == 200 for answer in told)
 
     async def _post(
         self,
