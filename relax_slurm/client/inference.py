@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -48,6 +48,7 @@ _BY_STATUS: dict[int, type[RequestError]] = {
     503: Unavailable,
     504: DeadlineExceeded,
 }
+ABORTS_AT_ONCE = 64
 LOOK_SECONDS = 0.05
 """Pause between two looks at a view that is waited for."""
 _encode = msgspec.json.Encoder().encode
@@ -176,24 +177,28 @@ class InferenceClient:
                 raise Unavailable(f"{seen} in this client's view after {timeout_seconds:g} s; see `relax-slurm status`")
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def abort(self, rid: str, role: Role, *, timeout_seconds: float = 10.0) -> int:
-        """End every request of the role whose id begins with `rid`; the number of engines that were told.
+    async def abort(self, rids: Sequence[str], role: Role, *, timeout_seconds: float = 10.0) -> int:
+        """End requests by their ids; the number of times that an engine took the word.
 
-        Ids match by their beginning, so give requests ids of one length and here a whole id, or what all requests to
-        be ended have in common. An aborted request is answered with what there is of it. Nothing is sent to engines
-        that admit nothing; one that cannot be reached is left out.
+        Every engine of the role is told of every id. An id also ends those that begin with it, so give all requests ids
+        of one length. An aborted request is answered with what there is of it. Nothing is sent to engines that admit
+        nothing; one that cannot be reached is left out.
         """
-        if not rid:
-            raise BadRequest("abort: rid is empty, which would match every request of the engines; give an id")
+        if not all(rids):
+            raise BadRequest("abort: a rid is empty, wanted the id of a request")
         snapshot = await self._discovery.view(role)
         models = snapshot.models.values()
         urls = sorted({each.base_url for model in models for each in model.engines if each.base_url and each.routable})
-        body, pool = _encode({"rid": rid}), self._pools.here()
-        told = await asyncio.gather(
-            *(pool.request("POST", f"{url}/abort_request", self._headers, body, timeout_seconds) for url in urls),
-            return_exceptions=True,
-        )
-        return sum(not isinstance(answer, BaseException) and answer.status == 200 for answer in told)
+        gate, pool = asyncio.Semaphore(ABORTS_AT_ONCE), self._pools.here()
+
+        async def tell(url: str, rid: str) -> bool:
+            async with gate:
+                body = _encode({"rid": rid})
+                answer = await pool.request("POST", f"{url}/abort_request", self._headers, body, timeout_seconds)
+                return answer.status == 200
+
+        told = await asyncio.gather(*(tell(url, rid) for url in urls for rid in rids), return_exceptions=True)
+        return sum(one is True for one in told)
 
     async def _post(
         self,

@@ -21,7 +21,8 @@ from relax_slurm.workload.failures import IncompleteGroup
 from relax_slurm.workload.samples import FINISHED, Group, Prompt, Sample, SampleStatus, check_group
 
 TAG_CHARACTERS, NUMBER_CHARACTERS = 16, 16
-"""A request's id is the batch's tag and its own number, each of fixed length: engines match ids by their beginning."""
+"""A request's id is the batch's tag and its own number, all of one length: an engine that is told to end one ends every
+request whose id begins with it."""
 ALWAYS: dict[str, Any] = {"no_stop_trim": True, "spaces_between_special_tokens": False}
 """Sampling parameters without which the text would not be that of the ids."""
 _FINISH = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
@@ -42,8 +43,8 @@ class Engines(Protocol):
     ) -> Any:
         """One `/generate`."""
 
-    async def abort(self, rid: str, role: Role) -> int:
-        """End requests whose id begins with `rid`."""
+    async def abort(self, rids: Sequence[str], role: Role) -> int:
+        """End requests by their ids."""
 
 
 class Transfer(Protocol):
@@ -92,6 +93,7 @@ class RolloutWorkload:
         self._new_tag = new_tag
         self._tag = ""
         self._numbers: Iterator[int] = iter(())
+        self._running: set[str] = set()
         self._aborted = False
 
     async def generate(self, prompts: Sequence[Prompt], transfer: Transfer, wanted: int | None = None) -> int:
@@ -127,8 +129,8 @@ class RolloutWorkload:
     async def abort(self) -> None:
         """End the batch that is being made: what runs is answered as far as it is, and nothing more is sent."""
         self._aborted = True
-        if self._tag:
-            await self._engines.abort(self._tag, Role.ROLLOUT)
+        if self._running:
+            await self._engines.abort(sorted(self._running), Role.ROLLOUT)
 
     def _accept(self, group: Group) -> None:
         if self._settings.complete_groups:
@@ -139,11 +141,13 @@ class RolloutWorkload:
 
     async def _give_up(self, tasks: Sequence[asyncio.Future[Group]]) -> None:
         self._aborted = True
+        rids = sorted(self._running)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
-            await self._engines.abort(self._tag, Role.ROLLOUT)
+            if rids:
+                await self._engines.abort(rids, Role.ROLLOUT)
         except RelaxError:
             return  # their connections are closed, which ends them a little later
 
@@ -194,22 +198,26 @@ class RolloutWorkload:
         body |= prompt.multimodal or {}
         sample.tokens = list(ids)
         try:
-            if self._aborted:
-                sample.status = SampleStatus.ABORTED
-                return
             take(sample, ids, await self._ask(body, sample.group_index, gate), settings.top_k)
         except (RelaxError, ValueError) as error:
             _fail(sample, error)
 
     async def _ask(self, body: dict[str, Any], group: int, gate: asyncio.Semaphore) -> Any:
+        rid = f"{self._tag}{next(self._numbers):0{NUMBER_CHARACTERS}x}"
         async with gate:
-            return await self._engines.generate(
-                {**body, "rid": f"{self._tag}{next(self._numbers):0{NUMBER_CHARACTERS}x}"},
-                Role.ROLLOUT,
-                model=self._settings.model,
-                affinity_key=f"group-{group}",
-                timeout_seconds=self._settings.timeout_seconds,
-            )
+            if self._aborted:
+                raise _Aborted
+            self._running.add(rid)
+            try:
+                return await self._engines.generate(
+                    {**body, "rid": rid},
+                    Role.ROLLOUT,
+                    model=self._settings.model,
+                    affinity_key=f"group-{group}",
+                    timeout_seconds=self._settings.timeout_seconds,
+                )
+            finally:
+                self._running.discard(rid)
 
 
 def take(sample: Sample, prompt_ids: Sequence[int], answer: Any, top_k: int = 0) -> None:
@@ -239,6 +247,12 @@ def take(sample: Sample, prompt_ids: Sequence[int], answer: Any, top_k: int = 0)
         sample.student_topk_token_ids, sample.student_topk_log_probs = top or ([], [])
 
 
+class _Aborted(ValueError):
+    """The batch was aborted before the request was sent."""
+
+
 def _fail(sample: Sample, error: Exception) -> None:
-    sample.status = SampleStatus.FAILED
+    sample.status = SampleStatus.ABORTED if isinstance(error, _Aborted) else SampleStatus.FAILED
+    if sample.status is SampleStatus.ABORTED:
+        return
     sample.error = getattr(error, "message", None) or str(error)

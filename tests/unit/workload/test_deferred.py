@@ -272,7 +272,7 @@ async def abandoned(batch: DeferredBatch, error: Exception) -> None:
 
 def test_generation_fails() -> None:
     lifecycle = FakeLifecycle()
-    with pytest.raises(BatchFailed, match="at generate: engine gone$"):
+    with pytest.raises(BatchFailed, match=r"at generate: engine gone$"):
         run(abandoned(make(lifecycle), EngineFailed("engine gone")))
     assert lifecycle.calls == ["begin", "offload", "acknowledge", "fail"]
     assert lifecycle.state == {3: "FAILED"}
@@ -282,7 +282,7 @@ def test_generation_fails_and_rollout_stays() -> None:
     lifecycle = FakeLifecycle()
     lifecycle.broken["offload"] = RecoveryRequired("no word from node 2")
     with pytest.raises(
-        ReleaseUnconfirmed, match="engine gone; rollout is not released: no word.*; release unconfirmed"
+        ReleaseUnconfirmed, match=r"engine gone; rollout is not released: no word.*; release unconfirmed"
     ):
         run(abandoned(make(lifecycle), EngineFailed("engine gone")))
     assert lifecycle.calls == ["begin", "offload", "fail"]
