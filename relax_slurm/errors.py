@@ -7,7 +7,6 @@
     ├── BindingMismatch        exit 5   the GPUs found are not the GPUs planned
     ├── StartupFailed          exit 6   something did not come up, or not in time
     ├── EngineFailed           exit 7   an engine or a role failed while running
-    │   └── BatchFailed        exit 7   a batch will never be complete; training does not get it
     ├── Preempted              exit 8   time limit, preemption or a drain from outside
     ├── RecoveryRequired       exit 9   the state of a GPU is in doubt; it stays fenced
     ├── ProtocolError          exit 1   a peer's message could not be accepted
@@ -91,12 +90,6 @@ class EngineFailed(RelaxError):
     """An engine or a role failed while the run was up."""
 
     exit_code, code = 7, "engine_failed"
-
-
-class BatchFailed(EngineFailed):
-    """A batch will never be complete; whoever waits for it gets this, and training gets nothing."""
-
-    code = "batch_failed"
 
 
 class Preempted(RelaxError):

@@ -29,7 +29,7 @@ class Consumer:
         self._timeout_seconds = timeout_seconds
 
     async def read(self, number: int) -> TrainingBatch:
-        """Wait for the batch and read it. BatchFailed when it failed; PartitionMissing, PartitionDamaged."""
+        """Wait for the batch, then read it: the coordinator's error, PartitionMissing or PartitionDamaged."""
         await self._lifecycle.wait_committed(number, self._timeout_seconds)
         return await asyncio.to_thread(read_partition, self._root, partition_name(number))
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 from relax_slurm.core.plan import Role
-from relax_slurm.errors import BatchFailed, RelaxError
+from relax_slurm.errors import RelaxError
 from relax_slurm.workload import stages
 from relax_slurm.workload.collector import MAX_SAMPLES
-from relax_slurm.workload.failures import PublishFailed, ReleaseUnconfirmed, StagingRefused
+from relax_slurm.workload.failures import BatchNotMade, NotReleased, PublishFailed, StagingRefused
 from relax_slurm.workload.lifecycle import Lifecycle, settled
 from relax_slurm.workload.publishers.base import Publisher, partition_name
 from relax_slurm.workload.samples import Group, Sample, samples_of, staged_copy
@@ -107,12 +107,12 @@ class DeferredBatch:
             await self.abandon(error)
 
     async def abandon(self, error: BaseException, where: str | None = None) -> NoReturn:
-        """Generation failed: release rollout, tell the coordinator and raise. BatchFailed or ReleaseUnconfirmed."""
+        """Generation failed: release rollout, tell the coordinator and raise. BatchNotMade or NotReleased."""
         self._where = where or self._where
         await self._fail(error)
 
     async def complete(self, groups: Sequence[Group]) -> TrainingBatch:
-        """Everything after generation; the batch that training got. BatchFailed says what failed and what stays."""
+        """Everything after generation; the batch that training got. BatchNotMade says what failed and what stays."""
         self._take(Step.SCORE)
         try:
             async with asyncio.timeout(self._timeout_seconds):
@@ -241,15 +241,15 @@ class DeferredBatch:
             raise asyncio.CancelledError(failure.message) from error
         raise self._failure(error, where) from error
 
-    def _failure(self, error: BaseException, where: str) -> BatchFailed:
+    def _failure(self, error: BaseException, where: str) -> BatchNotMade:
         reason = f"took longer than {self._timeout_seconds:g} s" if isinstance(error, TimeoutError) else _text(error)
         if self._unconfirmed:
             self._note("release unconfirmed")
         message = "; ".join([f"batch {self.number} failed at {where}: {reason}", *self._notes])
         detail = {"batch": self.number, "at": where, "cause": getattr(error, "code", type(error).__name__)}
-        kind: type[BatchFailed] = type(error) if isinstance(error, BatchFailed) else BatchFailed
-        if self._unconfirmed or getattr(error, "exit_code", 0) == ReleaseUnconfirmed.exit_code:
-            kind = ReleaseUnconfirmed
+        kind: type[BatchNotMade] = type(error) if isinstance(error, BatchNotMade) else BatchNotMade
+        if self._unconfirmed or getattr(error, "exit_code", 0) == NotReleased.exit_code:
+            kind = NotReleased
         elif where == "publish":
             kind = PublishFailed
         return kind(message, detail=detail)

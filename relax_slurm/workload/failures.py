@@ -1,8 +1,14 @@
-"""What can go wrong with a batch. All of it is a `BatchFailed`, a `ConfigError` or a `PlanRefused` to the user."""
+"""What can go wrong while a batch is made. What others hear of it is the coordinator's word."""
 
 from __future__ import annotations
 
-from relax_slurm.errors import BatchFailed, ConfigError, PlanRefused
+from relax_slurm.errors import ConfigError, EngineFailed, PlanRefused
+
+
+class BatchNotMade(EngineFailed):
+    """A batch failed while it was made; training gets nothing of it."""
+
+    code = "batch_not_made"
 
 
 class BadPrompts(ConfigError):
@@ -17,55 +23,55 @@ class BatchRefused(PlanRefused):
     code = "batch_refused"
 
 
-class IllegalStage(BatchFailed):
+class IllegalStage(BatchNotMade):
     """A step of a batch that its table does not know in this stage; nothing was changed."""
 
     code = "illegal_stage"
 
 
-class StagingRefused(BatchFailed):
+class StagingRefused(BatchNotMade):
     """Samples that cannot be captured: too many, or one that is there already."""
 
     code = "staging_refused"
 
 
-class IncompleteGroup(BatchFailed):
+class IncompleteGroup(BatchNotMade):
     """A group with fewer finished samples than a prompt must have."""
 
     code = "incomplete_group"
 
 
-class ScoreInvalid(BatchFailed):
+class ScoreInvalid(BatchNotMade):
     """A score that is missing, ill-shaped or not a finite number. The samples it belongs to were not touched."""
 
     code = "score_invalid"
 
 
-class VersionUnknown(BatchFailed):
+class VersionUnknown(BatchNotMade):
     """The student's weights are of no known version, or of more than one."""
 
     code = "weight_version_unknown"
 
 
-class PublishFailed(BatchFailed):
+class PublishFailed(BatchNotMade):
     """A partition could not be written; nobody may read it."""
 
     code = "publish_failed"
 
 
-class PartitionMissing(BatchFailed):
+class PartitionMissing(BatchNotMade):
     """A partition that is not there (any more)."""
 
     code = "partition_missing"
 
 
-class PartitionDamaged(BatchFailed):
+class PartitionDamaged(BatchNotMade):
     """A partition whose files are not what its manifest says."""
 
     code = "partition_damaged"
 
 
-class ReleaseUnconfirmed(BatchFailed):
+class NotReleased(BatchNotMade):
     """The batch failed and a role may still be on its GPUs; they stay fenced until `recover` finds them free."""
 
-    exit_code, http_status, code = 9, 503, "release_unconfirmed"
+    exit_code, http_status, code = 9, 503, "not_released"

@@ -48,7 +48,7 @@ class Lifecycle(Protocol):
         """Give the batch up; whoever waits for it gets the error."""
 
     async def wait_committed(self, batch: int, timeout_seconds: float) -> None:
-        """Return when the batch is committed. BatchFailed with its error; DeadlineExceeded."""
+        """Return when the batch is committed. When it failed, an error with its reason; DeadlineExceeded."""
 
     async def get_state(self) -> dict[str, Any]:
         """The state document, with `leases` and `batch`."""

@@ -61,7 +61,7 @@ async def run_batches(
     progress: Progress = lambda event: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """Make `batches` batches and answer the summary. BatchRefused before anything is done; BatchFailed for the first
+    """Make `batches` batches and answer the summary. BatchRefused before anything is done; BatchNotMade for the first
     batch that fails, which is the run's failure: no further one is begun."""
     registry = registry or shipped()
     preflight.check(config, plan, registry)

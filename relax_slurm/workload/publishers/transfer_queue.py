@@ -90,7 +90,8 @@ class TransferQueuePublisher:
         try:
             kinds = {name: Kind(kind) for name, kind in json.loads(tag["columns"]).items()}
             rows, widths = int(tag["rows"]), json.loads(tag["widths"])
-            data = queue.kv_batch_get(keys=_keys(partition, rows), partition_id=partition) if rows else {}
+            empty: dict[str, Any] = dict.fromkeys(kinds, ())
+            data = queue.kv_batch_get(keys=_keys(partition, rows), partition_id=partition) if rows else empty
             columns = {name: from_tensor(kind, data[name], widths.get(name, 0)) for name, kind in kinds.items()}
             facts = json.loads(tag["facts"])
         except (KeyError, ValueError, TypeError) as error:

@@ -8,12 +8,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from relax_slurm.core.plan import Role
-from relax_slurm.errors import BatchFailed, DeadlineExceeded, RecoveryRequired, RelaxError
+from relax_slurm.errors import DeadlineExceeded, RecoveryRequired, RelaxError
 from relax_slurm.workload.samples import Group, Sample, SampleStatus
 
 
 class Refused(RelaxError):
     """The fake coordinator's word for an illegal order."""
+
+
+class Failed(RelaxError):
+    """The fake coordinator's word to whoever waits for a batch that failed."""
 
 
 class FakeLifecycle:
@@ -124,7 +128,7 @@ class FakeLifecycle:
         except TimeoutError:
             raise DeadlineExceeded(f"batch {batch} is not committed") from None
         if self.state[batch] == "FAILED":
-            raise BatchFailed(self.errors[batch])
+            raise Failed(self.errors[batch])
 
     async def get_state(self) -> dict[str, Any]:
         last = max(self.state, default=None)

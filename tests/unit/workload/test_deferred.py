@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_slurm.core.plan import Role
-from relax_slurm.errors import BatchFailed, EngineFailed, RecoveryRequired, RelaxError, Unavailable
+from relax_slurm.errors import EngineFailed, RecoveryRequired, RelaxError, Unavailable
 from relax_slurm.workload.deferred import DeferredBatch, Scoring
 from relax_slurm.workload.failures import (
+    BatchNotMade,
     IllegalStage,
+    NotReleased,
     PublishFailed,
-    ReleaseUnconfirmed,
     ScoreInvalid,
     StagingRefused,
     VersionUnknown,
@@ -143,7 +144,7 @@ def test_a_sample_twice_is_refused_and_rollout_is_released() -> None:
 def test_scoring_fails(error: Exception) -> None:
     lifecycle, publisher = FakeLifecycle(), MemoryPublisher()
     made = groups()
-    caught = failed(lifecycle, make(lifecycle, publisher, reward=Failing(error)), BatchFailed, "at genrm: ", made=made)
+    caught = failed(lifecycle, make(lifecycle, publisher, reward=Failing(error)), BatchNotMade, "at genrm: ", made=made)
     assert caught.exit_code == 7
     assert caught.__cause__ is error
     assert lifecycle.calls == [*TO_SCORING, *JUDGE, "fail"]
@@ -179,7 +180,7 @@ def test_the_finalizer_fails() -> None:
         assert "train_3" in publisher.partitions
         raise RuntimeError("no room for the debug copy")
 
-    failed(lifecycle, make(lifecycle, publisher, finalizer=finalizer), BatchFailed, "at finalize: RuntimeError")
+    failed(lifecycle, make(lifecycle, publisher, finalizer=finalizer), BatchNotMade, "at finalize: RuntimeError")
     assert "commit" not in lifecycle.calls
     assert publisher.partitions == {}
 
@@ -187,7 +188,7 @@ def test_the_finalizer_fails() -> None:
 def test_the_commit_is_refused() -> None:
     lifecycle, publisher = FakeLifecycle(), MemoryPublisher()
     lifecycle.broken["commit"] = Unavailable("nobody answers")
-    failed(lifecycle, make(lifecycle, publisher), BatchFailed, "at commit: nobody answers")
+    failed(lifecycle, make(lifecycle, publisher), BatchNotMade, "at commit: nobody answers")
     # Whether it was committed is not known, so nobody may take the partition away.
     assert "train_3" in publisher.partitions
 
@@ -195,7 +196,7 @@ def test_the_commit_is_refused() -> None:
 def test_rollout_does_not_leave() -> None:
     lifecycle = FakeLifecycle()
     lifecycle.broken["offload"] = RecoveryRequired("replica policy/replica-0 did not release its memory")
-    caught = failed(lifecycle, make(lifecycle), ReleaseUnconfirmed, "did not release its memory; release unconfirmed")
+    caught = failed(lifecycle, make(lifecycle), NotReleased, "did not release its memory; release unconfirmed")
     assert caught.exit_code == 9
     assert lifecycle.calls == ["begin", "offload", "fail"]
     assert lifecycle.awake == {"rollout"}
@@ -205,9 +206,7 @@ def test_rollout_does_not_leave() -> None:
 def test_a_role_does_not_come(role: str) -> None:
     lifecycle = FakeLifecycle()
     lifecycle.broken[f"activate {role}"] = RecoveryRequired(f"{role} timed out")
-    caught = failed(
-        lifecycle, make(lifecycle), ReleaseUnconfirmed, f"at {role}_on: {role} timed out; {role} is not released"
-    )
+    caught = failed(lifecycle, make(lifecycle), NotReleased, f"at {role}_on: {role} timed out; {role} is not released")
     assert "release unconfirmed" in caught.message
     assert lifecycle.blocked == {role}
     assert lifecycle.calls[-1] == "fail"
@@ -217,7 +216,7 @@ def test_a_role_does_not_come(role: str) -> None:
 def test_a_role_does_not_leave(role: str) -> None:
     lifecycle = FakeLifecycle()
     lifecycle.broken[f"deactivate {role}"] = RecoveryRequired("180 s passed")
-    failed(lifecycle, make(lifecycle), ReleaseUnconfirmed, f"at {role}_off: 180 s passed; release unconfirmed")
+    failed(lifecycle, make(lifecycle), NotReleased, f"at {role}_off: 180 s passed; release unconfirmed")
     assert lifecycle.calls[-2:] == [f"deactivate {role}", "fail"]
 
 
@@ -225,7 +224,7 @@ def test_a_role_does_not_leave(role: str) -> None:
 def test_the_student_does_not_come_back(call: str) -> None:
     lifecycle = FakeLifecycle()
     lifecycle.broken[call] = EngineFailed("weights were not restored")
-    failed(lifecycle, make(lifecycle), BatchFailed, "at student_on: weights were not restored$")
+    failed(lifecycle, make(lifecycle), BatchNotMade, "at student_on: weights were not restored$")
     assert lifecycle.calls[-3:] == ["offload", "acknowledge", "fail"]
     assert not lifecycle.awake
 
@@ -248,7 +247,7 @@ def test_it_takes_too_long() -> None:
         async def score(self, samples: Any) -> None:
             await asyncio.Event().wait()
 
-    failed(lifecycle, make(lifecycle, teacher=Endless(), timeout_seconds=0.2), BatchFailed, "took longer than 0.2 s")
+    failed(lifecycle, make(lifecycle, teacher=Endless(), timeout_seconds=0.2), BatchNotMade, "took longer than 0.2 s")
     assert lifecycle.calls[-2:] == ["deactivate teacher", "fail"]
     assert not lifecycle.awake
 
@@ -257,7 +256,7 @@ def test_the_coordinator_is_gone() -> None:
     lifecycle = FakeLifecycle()
     lifecycle.broken["fail"] = Unavailable("no answer")
     caught = failed(
-        lifecycle, make(lifecycle, reward=Failing(EngineFailed("x"))), BatchFailed, "the coordinator does not"
+        lifecycle, make(lifecycle, reward=Failing(EngineFailed("x"))), BatchNotMade, "the coordinator does not"
     )
     assert caught.exit_code == 7
 
@@ -272,7 +271,7 @@ async def abandoned(batch: DeferredBatch, error: Exception) -> None:
 
 def test_generation_fails() -> None:
     lifecycle = FakeLifecycle()
-    with pytest.raises(BatchFailed, match=r"at generate: engine gone$"):
+    with pytest.raises(BatchNotMade, match=r"at generate: engine gone$"):
         run(abandoned(make(lifecycle), EngineFailed("engine gone")))
     assert lifecycle.calls == ["begin", "offload", "acknowledge", "fail"]
     assert lifecycle.state == {3: "FAILED"}
@@ -281,9 +280,7 @@ def test_generation_fails() -> None:
 def test_generation_fails_and_rollout_stays() -> None:
     lifecycle = FakeLifecycle()
     lifecycle.broken["offload"] = RecoveryRequired("no word from node 2")
-    with pytest.raises(
-        ReleaseUnconfirmed, match=r"engine gone; rollout is not released: no word.*; release unconfirmed"
-    ):
+    with pytest.raises(NotReleased, match=r"engine gone; rollout is not released: no word.*; release unconfirmed"):
         run(abandoned(make(lifecycle), EngineFailed("engine gone")))
     assert lifecycle.calls == ["begin", "offload", "fail"]
 
@@ -302,7 +299,7 @@ def test_rollout_that_is_never_seen_is_released() -> None:
     async def never(role: Role) -> None:
         raise Unavailable(f"{role} is not READY")
 
-    with pytest.raises(BatchFailed, match="at begin: rollout is not READY"):
+    with pytest.raises(BatchNotMade, match="at begin: rollout is not READY"):
         run(make(lifecycle, ready=never).begin())
     assert lifecycle.calls == ["begin", "offload", "acknowledge", "fail"]
 
@@ -364,7 +361,7 @@ def test_whatever_fails_nothing_is_committed_and_every_waiter_ends(data: Any) ->
             await waiter
         fenced = lifecycle.awake | lifecycle.blocked
         if fenced and "begin" in lifecycle.calls and lifecycle.state:
-            assert isinstance(error, ReleaseUnconfirmed), (fenced, error)
+            assert isinstance(error, NotReleased), (fenced, error)
         if "commit" not in lifecycle.calls:
             assert not publisher.partitions
 
