@@ -4,8 +4,9 @@
     python examples/trainer.py RUN_DIR --batches 20 --checkpoints /shared/checkpoints
 
 RUN_DIR is the run's folder (`relax-slurm status --json`, key `run_dir`). One JSON line of metrics per step. Start it
-before, beside or after `relax-slurm batch`: it waits until each batch is committed and never reads another. The model
-is three numbers, so that the loop around it is all there is to see; needs numpy.
+before, beside or after `relax-slurm batch`: it waits until each batch is committed and never reads another. With
+`batch.consumers: [trainer]` in the run file the next batch begins when this one was trained on; without it training may
+find the GPUs taken. The model is three numbers, so that the loop around it is all there is to see; needs numpy.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from relax_slurm.errors import RelaxError
 from relax_slurm.workload.consumer import Consumer
 from relax_slurm.workload.lifecycle import Lifecycle
 from relax_slurm.workload.making import PARTITIONS
@@ -95,10 +98,11 @@ async def train(
     checkpoints: Path | None = None,
     push: Push | None = None,
     report: Callable[[dict[str, Any]], None] = lambda metrics: print(json.dumps(metrics), flush=True),
+    name: str = "trainer",
     timeout_seconds: float = 7200.0,
 ) -> Trainer:
     """Train on `count` batches from `first` on. `push` gets every checkpoint, with the step as its version."""
-    trainer, consumer = Trainer(), Consumer(lifecycle, root, timeout_seconds=timeout_seconds)
+    trainer, consumer = Trainer(), Consumer(lifecycle, root, name, timeout_seconds=timeout_seconds)
     async for batch in consumer.batches(first, count):
         async with lifecycle.training(batch.number):  # the GPUs are training's here, and nobody else's
             metrics = trainer.step(batch)
@@ -106,12 +110,13 @@ async def train(
         if push is not None and folder is not None:
             await push(folder, str(batch.number + 1))
             metrics["pushed_version"] = str(batch.number + 1)
+        await consumer.done(batch.number)
         report(metrics)
     return trainer
 
 
-async def main() -> None:
-    """The command line."""
+async def main() -> int:
+    """The command line; the exit code."""
     parser = argparse.ArgumentParser(description="a trainer that consumes committed batches")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--root", type=Path, default=None, help="folder of the partitions (default: in RUN_DIR)")
@@ -144,9 +149,13 @@ async def main() -> None:
             checkpoints=arguments.checkpoints,
             push=push,
         )
+    except RelaxError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.exit_code
     finally:
         lifecycle.close()
+    return 0
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    sys.exit(asyncio.run(main()))

@@ -126,6 +126,11 @@ class BatchConfig(Section):
     """Time limit of everything after generation."""
     generate_seconds: Seconds = 3600.0
     """Time limit of generation."""
+    consumers: tuple[Name, ...] = ()
+    """Consumers that must be done with a batch before the next one begins, so that it is generated with the weights
+    that came of it. Empty waits for nobody."""
+    consume_seconds: Seconds = 7200.0
+    """How long to wait for them."""
     job: JobConfig = JobConfig()
     """What the training job does beside this tool."""
 

@@ -71,6 +71,12 @@ class PartitionDamaged(BatchNotMade):
     code = "partition_damaged"
 
 
+class NotConsumed(EngineFailed):
+    """A committed batch was not consumed in time; the next one was not begun."""
+
+    code = "not_consumed"
+
+
 class NotReleased(BatchNotMade):
     """The batch failed and a role may still be on its GPUs; they stay fenced until `recover` finds them free."""
 

@@ -19,10 +19,11 @@ from relax_slurm.core.plan import InferencePlacementPlan, Role
 from relax_slurm.errors import DeadlineExceeded
 from relax_slurm.workload import preflight
 from relax_slurm.workload.collector import DeferredTransferCollector
+from relax_slurm.workload.consumer import wait_consumed
 from relax_slurm.workload.deferred import DeferredBatch, Finalizer, Scoring
 from relax_slurm.workload.lifecycle import Lifecycle
 from relax_slurm.workload.making import Access, publisher_of, rollout_settings, scorers
-from relax_slurm.workload.publishers.base import Publisher
+from relax_slurm.workload.publishers.base import Publisher, partition_name
 from relax_slurm.workload.rewards.registry import RewardRegistry
 from relax_slurm.workload.rewards.shipped import shipped
 from relax_slurm.workload.rollout import RolloutWorkload
@@ -78,7 +79,13 @@ async def run_batches(
             for number in range(first, first + batches):
                 timing = Timing(clock)
                 batch = await maker.make(number, prompts, timing, {"run": config.name})
-                summary.add(batch, f"train_{number}", timing.seconds)
+                summary.add(batch, partition_name(number), timing.seconds)
+                if batch_config.consumers and number + 1 < first + batches:
+                    with timing.phase("consume"):
+                        await wait_consumed(
+                            partitions_root, number, batch_config.consumers, batch_config.consume_seconds
+                        )
+                    summary.spent("consume", timing.seconds["consume"])
         finally:
             await parts.reward.close()
     return summary.document()

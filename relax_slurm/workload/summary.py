@@ -52,8 +52,12 @@ class Summary:
             reward for reward, gone in zip(columns["reward"], columns["removed"], strict=True) if not gone
         )
         for phase, value in seconds.items():
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + value
+            self.spent(phase, value)
         self.handovers += len(HANDOVERS & seconds.keys())
+
+    def spent(self, phase: str, seconds: float) -> None:
+        """Time of one phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def document(self) -> dict[str, Any]:
         """The JSON document of `relax-slurm batch`. Means are null when there is nothing to take them of."""

@@ -16,7 +16,7 @@ from relax_slurm.core.placement import plan as make_plan
 from relax_slurm.core.plan import InferencePlacementPlan, Role
 from relax_slurm.errors import RelaxError
 from relax_slurm.workload.consumer import Consumer
-from relax_slurm.workload.failures import BatchNotMade, BatchRefused, IncompleteGroup, PartitionMissing
+from relax_slurm.workload.failures import BatchNotMade, BatchRefused, IncompleteGroup, NotConsumed, PartitionMissing
 from relax_slurm.workload.publishers.reader import partitions, read_partition
 from relax_slurm.workload.run import Event, next_batch, run_batches
 from relax_slurm.workload.source import PromptSource, prompt_of
@@ -247,5 +247,41 @@ def test_consumers_read_what_is_committed_and_nothing_else(tmp_path: Path) -> No
             lifecycle.errors[2] = "batch 2 failed at teacher"
             with pytest.raises(Failed, match="at teacher"):
                 await consumers[0].read(2)
+
+    run(body())
+
+
+def test_the_next_batch_waits_for_its_consumers(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engines() as stage:
+            lifecycle = Turns(stage)
+            config, plan = made(student_scoring=False, consumers=["actor", "critic"], consume_seconds=60.0)
+            order: list[str] = []
+
+            async def consume(name: str) -> None:
+                consumer = Consumer(lifecycle, tmp_path, name, timeout_seconds=60)
+                async for batch in consumer.batches(count=2):
+                    assert lifecycle.state == dict.fromkeys(range(batch.number + 1), "COMMITTED")
+                    order.append(f"{name} {batch.number}")
+                    await consumer.done(batch.number)
+
+            consuming = [asyncio.ensure_future(consume(name)) for name in ("actor", "critic")]
+            summary = await run_batches(lifecycle, config, plan, prompts(), stage.access, tmp_path, batches=2)
+            await asyncio.gather(*consuming)
+            assert sorted(order) == ["actor 0", "actor 1", "critic 0", "critic 1"]
+            assert summary["seconds"]["consume"] > 0
+            assert partitions(tmp_path) == ["train_0", "train_1"]
+
+    run(body())
+
+
+def test_consumers_that_are_gone(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engines() as stage:
+            lifecycle = Turns(stage)
+            config, plan = made(student_scoring=False, consumers=["actor"], consume_seconds=0.3)
+            with pytest.raises(NotConsumed, match=r"batch 0 was not consumed by actor within 0\.3 s"):
+                await run_batches(lifecycle, config, plan, prompts(), stage.access, tmp_path, batches=2)
+            assert lifecycle.state == {0: "COMMITTED"}
 
     run(body())
