@@ -93,18 +93,12 @@ class DeferredBatch:
 
     async def begin(self) -> None:
         """Open the batch; rollout is READY afterwards. A refusal is raised as it is: nothing was begun."""
-        try:
-            with self._phase("begin"):
-                await self._lifecycle.begin_batch(self.number)
-            self._rollout_awake = True
-            await self._seen(Role.ROLLOUT)
-        except RelaxError as error:
-            if not self._rollout_awake:
-                raise  # refused: nothing was begun
-            await self.abandon(error)
-        except asyncio.CancelledError as error:
-            self._rollout_awake = True  # perhaps: the coordinator knows whether the batch is ours
-            await self.abandon(error)
+        with self._phase("begin"):
+            await self._moved(self._lifecycle.begin_batch(self.number), begins=True)
+            try:
+                await self._seen(Role.ROLLOUT)
+            except BaseException as error:  # rollout is awake by now, and ours
+                await self.abandon(error)
 
     async def abandon(self, error: BaseException, where: str | None = None) -> NoReturn:
         """Generation failed: release rollout, tell the coordinator and raise. BatchNotMade or NotReleased."""
@@ -176,12 +170,12 @@ class DeferredBatch:
             return
         try:
             with self._phase(f"{name}_on"):
-                await self._lifecycle.activate(role, self.number)
+                await self._moved(self._lifecycle.activate(role, self.number))
                 await self._seen(role)
             with self._phase(name):
                 await scorer.score(copies)
         except BaseException:
-            # Also when `activate` failed or was cut off: it may have woken the role all the same.
+            # Also when `activate` failed: it may have woken the role all the same.
             await self._quietly(self._lifecycle.deactivate(role, self.number), f"{role} is not released")
             raise
         with self._phase(f"{name}_off"):
@@ -190,8 +184,8 @@ class DeferredBatch:
     async def _as_student(self, scorer: Scorer, copies: Sequence[Sample]) -> None:
         with self._phase("student_on"):
             self._rollout_awake = True  # released by `_fail`, whatever happens from here on
-            await self._lifecycle.begin_student_scoring(self.number)
-            await self._lifecycle.onload_rollout(self.number)
+            await self._moved(self._lifecycle.begin_student_scoring(self.number))
+            await self._moved(self._lifecycle.onload_rollout(self.number))
             await self._seen(Role.ROLLOUT)
         with self._phase("student"):
             await scorer.score(copies)
@@ -208,7 +202,20 @@ class DeferredBatch:
         self._rollout_awake = False
         await self._released(self._offload_and_acknowledge())
 
+    async def _moved(self, work: Awaitable[None], *, begins: bool = False) -> None:
+        """Wait for a role to come, cancelled or not: who is on the way cannot be sent back before it is there."""
+        _, error, cancelled = await settled(work)
+        if error is not None:
+            raise error
+        if begins:
+            self._rollout_awake = True
+        if cancelled and begins:
+            await self.abandon(asyncio.CancelledError())
+        if cancelled:
+            raise asyncio.CancelledError
+
     async def _released(self, work: Awaitable[None]) -> None:
+        """Wait for a role to go, whatever happens; one that does not leaves doubt."""
         _, error, cancelled = await settled(work)
         if error is not None:
             self._unconfirmed = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,6 +34,16 @@ class FakeLifecycle:
         self.broken: dict[str, BaseException] = {}
         self.before: Callable[[str], Any] = lambda call: None
         self._changed = asyncio.Event()
+        self._moving: dict[str, asyncio.Task[None]] = {}
+
+    async def _move(self, holder: str, work: Coroutine[Any, Any, None]) -> None:
+        """An operation goes on when who asked for it has left, and meanwhile no other one of its holder is taken."""
+        running = self._moving.get(holder)
+        if running is not None and not running.done():
+            work.close()
+            raise Refused(f"an operation of {holder} is under way")
+        self._moving[holder] = task = asyncio.ensure_future(work)
+        await asyncio.shield(task)
 
     async def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -50,6 +60,9 @@ class FakeLifecycle:
             raise Refused(f"batch {batch} is {self.state.get(batch)}, wanted PENDING")
 
     async def begin_batch(self, batch: int) -> None:
+        await self._move("rollout", self._begin_batch(batch))
+
+    async def _begin_batch(self, batch: int) -> None:
         await self._call("begin")
         if self.awake or self.blocked or "PENDING" in self.state.values() or "FAILED" in self.state.values():
             raise Refused(f"begin {batch}: awake {self.awake}, blocked {self.blocked}, batches {self.state}")
@@ -57,6 +70,9 @@ class FakeLifecycle:
         self.awake.add("rollout")
 
     async def offload_rollout(self, batch: int) -> None:
+        await self._move("rollout", self._offload_rollout(batch))
+
+    async def _offload_rollout(self, batch: int) -> None:
         try:
             await self._call("offload")
         except RelaxError:
@@ -65,18 +81,27 @@ class FakeLifecycle:
         self.offloaded = True
 
     async def onload_rollout(self, batch: int) -> None:
+        await self._move("rollout", self._onload_rollout(batch))
+
+    async def _onload_rollout(self, batch: int) -> None:
         if not self.student:
             raise Refused("onload without begin_student_scoring")
         await self._call("onload")
         self.offloaded = False
 
     async def acknowledge_rollout_offloaded(self, batch: int) -> None:
+        await self._move("rollout", self._acknowledge_rollout_offloaded(batch))
+
+    async def _acknowledge_rollout_offloaded(self, batch: int) -> None:
         await self._call("acknowledge")
         if not self.offloaded:
             raise Refused("acknowledged while on the card")
         self.awake.discard("rollout")
 
     async def activate(self, role: Role, batch: int) -> None:
+        await self._move(str(role), self._activate(role, batch))
+
+    async def _activate(self, role: Role, batch: int) -> None:
         self._current(batch)
         if self.awake or self.blocked:
             raise Refused(f"activate {role}: awake {self.awake}, blocked {self.blocked}")
@@ -88,6 +113,9 @@ class FakeLifecycle:
             raise
 
     async def deactivate(self, role: Role, batch: int) -> None:
+        await self._move(str(role), self._deactivate(role, batch))
+
+    async def _deactivate(self, role: Role, batch: int) -> None:
         if str(role) in self.blocked:
             raise RecoveryRequired(f"{role} is BLOCKED")
         try:
@@ -98,6 +126,9 @@ class FakeLifecycle:
         self.awake.discard(str(role))
 
     async def begin_student_scoring(self, batch: int) -> None:
+        await self._move("rollout", self._begin_student_scoring(batch))
+
+    async def _begin_student_scoring(self, batch: int) -> None:
         self._current(batch)
         await self._call("begin student")
         if self.awake or self.blocked:
