@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -32,6 +32,7 @@ from relax_slurm.forward.http import Limits, Request, render
 from relax_slurm.forward.proxy import Deadlines, End, Outcome, Relay, relay
 from relax_slurm.forward.server import HttpServer
 from relax_slurm.forward.upstream import Upstream, UpstreamLimits
+from sidecars.info_answers import INFO_FIELDS, harmless
 
 
 class Kind(StrEnum):
@@ -128,39 +129,8 @@ PASSES: Final = MappingProxyType(
 )
 """In which states each kind passes; otherwise 503."""
 
-INFO_FIELDS: Final = frozenset(
-    {
-        "architectures",
-        "context_length",
-        "disaggregation_mode",
-        "dp_size",
-        "has_audio_understanding",
-        "has_image_understanding",
-        "is_generation",
-        "load_balance_method",
-        "max_model_len",
-        "max_req_input_len",
-        "max_running_requests",
-        "max_total_num_tokens",
-        "model_path",
-        "model_type",
-        "pp_size",
-        "served_model_name",
-        "status",
-        "tokenizer_path",
-        "tp_size",
-        "version",
-        "weight_version",
-        "created",
-        "data",
-        "id",
-        "object",
-        "owned_by",
-        "parent",
-        "root",
-    }
-)
-"""Fields of info answers without keys, files or the command line; what a router reads to register."""
+_WORK: Final = frozenset({Kind.GENERATE, Kind.READINESS})
+"""Kinds that a suspect engine does not get; what relieves it still passes."""
 
 GENERATION_HEADER: Final = b"x-relax-generation"
 _OWN_HEADERS: Final = frozenset({b"authorization", b"x-api-key", GENERATION_HEADER})
@@ -181,21 +151,6 @@ def find(method: str, path: str) -> Route:
     return route
 
 
-def harmless(answer: Any, fields: frozenset[str]) -> Any:
-    """`answer` with only `fields` in it, inside lists too; nested objects are dropped."""
-    if not isinstance(answer, dict):
-        return {}
-    kept: dict[str, Any] = {}
-    for key, value in answer.items():
-        if key not in fields or isinstance(value, dict):
-            continue
-        if isinstance(value, list):
-            kept[key] = [harmless(item, fields) if isinstance(item, dict) else item for item in value]
-        else:
-            kept[key] = value
-    return kept
-
-
 @dataclass(frozen=True, slots=True)
 class DrainResult:
     """How a close ended: requests that finished by themselves, and those that were cut at the deadline."""
@@ -208,8 +163,9 @@ class AdmissionGuard:
     """HTTP guard in front of one engine head. Starts closed.
 
     `engine_url` is the engine's own port, `engine_api_key` is added towards it. `is_alive` is asked for /health and
-    must return at once. With `require_key` callers need it as a bearer token (health routes stay open). A request that
-    names another `generation` than the guard's is meant for a predecessor and gets 503.
+    must return at once. Info answers name the model `served_name`, whatever a weight update made of it. With
+    `require_key` callers need it as a bearer token (health routes stay open). A request that names another `generation`
+    than the guard's is meant for a predecessor and gets 503.
     """
 
     def __init__(
@@ -225,11 +181,16 @@ class AdmissionGuard:
         deadlines: Deadlines | None = None,
         info_fields: frozenset[str] = INFO_FIELDS,
         payload_check: PayloadCheck | None = None,
+        served_name: str | None = None,
     ) -> None:
         self.generation = generation
         self.state = Admission.CLOSED
         self.admitted = 0
         """Requests handed to the engine since the start."""
+        self.suspect = ""
+        """Why the engine gets nothing new, whatever the state; empty while nothing is in doubt."""
+        self._answered = 0
+        self._seen: tuple[int, dict[Exchange, int]] = (0, {})
         self._engine_url = engine_url
         self._injected = b""
         if engine_api_key is not None:
@@ -239,6 +200,7 @@ class AdmissionGuard:
         self._deadlines = deadlines or Deadlines()
         self._info_fields = info_fields
         self._payload_check = payload_check
+        self._served_name = served_name
         self._running: dict[Exchange, Relay | None] = {}
         self._opened_before = False
         self._idle = asyncio.Event()
@@ -250,6 +212,13 @@ class AdmissionGuard:
     def in_flight(self) -> int:
         """Requests that are at the engine now."""
         return len(self._running)
+
+    def moved(self) -> bool:
+        """Whether any answer has come or grown since the last time this was asked."""
+        answered, before = self._seen
+        now = {exchange: exchange.sent_bytes for exchange in self._running}
+        self._seen = self._answered, now
+        return answered != self._answered or any(size > before.get(exchange, 0) for exchange, size in now.items())
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen; the port. OSError when it cannot be had."""
@@ -301,13 +270,17 @@ class AdmissionGuard:
                 async with asyncio.timeout(drain_deadline_seconds):
                     await self._idle.wait()
             except TimeoutError:
-                cancelled = self.in_flight
-                for call in list(self._running.values()):
-                    if call is not None:
-                        call.fail(Unavailable("the engine is closing and its drain deadline has passed; ask again"))
+                cancelled = self.cut(Unavailable("the engine is closing and its drain deadline has passed; ask again"))
         if not self._running:
             self.state = Admission.CLOSED
         return DrainResult(drained=max(before - cancelled, 0), cancelled=cancelled)
+
+    def cut(self, error: RelaxError) -> int:
+        """Answer everything that runs with `error`, or cut it where an answer has begun; how many there were."""
+        running = [call for call in self._running.values() if call is not None]
+        for call in running:
+            call.fail(error)
+        return len(running)
 
     # requests
 
@@ -324,6 +297,10 @@ class AdmissionGuard:
             raise Unauthorized("bearer token: missing or not this engine's; send 'Authorization: Bearer <token>'")
 
     def _check_state(self, kind: Kind) -> None:
+        if self.suspect and kind in _WORK:
+            raise Unavailable(
+                f"the engine is suspect: {self.suspect}; ask discovery for another engine, or again later"
+            )
         if self.state not in PASSES[kind]:
             raise Unavailable(f"admission is {self.state}; ask discovery for another engine, or again later")
 
@@ -336,7 +313,8 @@ class AdmissionGuard:
             exchange.respond(200 if self._is_alive() else 503)
             return
         if kind is Kind.READINESS:
-            exchange.respond(200 if self.state in PASSES[kind] and self._is_alive() else 503)
+            ready = self.state in PASSES[kind] and not self.suspect and self._is_alive()
+            exchange.respond(200 if ready else 503)
             return
         self._check_key(request)
         self._check_state(kind)  # again: it may have changed while the body came
@@ -359,6 +337,8 @@ class AdmissionGuard:
 
         def done(outcome: Outcome) -> None:
             running.pop(exchange, None)
+            if outcome.end is End.COMPLETE:
+                self._answered += 1
             if not running:
                 self._idle.set()
             if kind is Kind.INFO and outcome.response is not None:
@@ -394,7 +374,7 @@ class AdmissionGuard:
             exchange.fail(UpstreamFailed(f"{exchange.request.path}: the engine's answer is not JSON ({error})"))
             return
         if response.status == 200:
-            exchange.respond_json(200, harmless(answer, self._info_fields))
+            exchange.respond_json(200, harmless(answer, self._info_fields, self._served_name))
         else:
             failed = UpstreamFailed(f"the engine answered {response.status}; see its log")
             exchange.respond_json(response.status, {"error": failed.as_json()})

@@ -11,6 +11,7 @@ made again, which goes on where the last one stopped. A repeated success is a no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from relax_slurm.core.plan import WeightSource
+from relax_slurm.core.weights import Transport, Weights
 from relax_slurm.errors import DeadlineExceeded, RecoveryRequired, RelaxError, UpstreamFailed
 from sidecars.engine import ALL_TAGS, PauseMode, SGLangEngine, Tag, TagState
 
@@ -26,6 +28,15 @@ MemoryMeter = Callable[[Sequence[int]], Mapping[int, int]]
 
 _STEP_SECONDS = (0.01, 0.25)
 _LAST_WORDS_SECONDS = 1.0
+METER_SECONDS = 30.0
+_LAST_LOOK_SECONDS = 2.0
+"""What a measurement gets even at the deadline: without it the outcome could not be told."""
+
+
+class MeterFailed(RecoveryRequired):
+    """The cards could not be measured: what is on them is not known."""
+
+    code = "meter_failed"
 
 
 class Guard(Protocol):
@@ -45,6 +56,8 @@ class Result(StrEnum):
     """The memory is free: released, and measured where there is something to measure."""
     ALREADY_RELEASED = "already_released"
     """Nothing was to be done."""
+    QUIET = "quiet"
+    """Admission closed, paused, and proven to hold no request; memory where it was."""
     READY = "ready"
     """Memory resident, weights valid, admission open."""
     ALREADY_READY = "already_ready"
@@ -65,7 +78,7 @@ class Result(StrEnum):
     """The process ended in between."""
 
 
-_GOOD = frozenset({Result.RELEASED, Result.ALREADY_RELEASED, Result.READY, Result.ALREADY_READY})
+_GOOD = frozenset({Result.RELEASED, Result.ALREADY_RELEASED, Result.QUIET, Result.READY, Result.ALREADY_READY})
 
 
 class WeightRestore(StrEnum):
@@ -148,6 +161,7 @@ class Tenancy:
         self._before: dict[int, int] = {}
         self._confirmed = False
         self._open = False
+        self._measuring: asyncio.Future[dict[int, int]] | None = None
         self._lock = asyncio.Lock()
 
     # ---- measuring ---------------------------------------------------------------------------------------------
@@ -156,13 +170,34 @@ class Tenancy:
         """Bytes in use on the engine's GPUs now; empty when there is no meter."""
         return {} if self._meter is None else dict(self._meter(self._engine.worker.gpu_indexes))
 
-    def note_before_start(self) -> None:
-        """Remember what others hold on the cards. Call before the engine starts."""
-        self._foreign = self.measure()
+    async def measured(self, seconds: float) -> dict[int, int]:
+        """`measure`, in a thread: drivers and shared file systems hang, and the loop carries every request.
 
-    def note_loaded(self) -> None:
+        `MeterFailed` when there is no answer within `seconds`, or the meter fails. A thread that hangs is left behind
+        and waited for by the next call, so that there is never more than one.
+        """
+        if self._meter is None:
+            return {}
+        if self._measuring is None or self._measuring.done():
+            self._measuring = asyncio.ensure_future(asyncio.to_thread(self.measure))
+        await asyncio.wait({self._measuring}, timeout=max(seconds, 0.0))
+        who = self._engine.worker.worker_id
+        if not self._measuring.done():
+            raise MeterFailed(
+                f"{who}: its GPUs could not be measured within {seconds:.1f} s; look at the node's driver"
+            )
+        try:
+            return self._measuring.result()
+        except (RelaxError, OSError) as error:
+            raise MeterFailed(f"{who}: its GPUs could not be measured ({error}); look at the node's driver") from error
+
+    async def note_before_start(self) -> None:
+        """Remember what others hold on the cards. Call before the engine starts."""
+        self._foreign = await self.measured(METER_SECONDS)
+
+    async def note_loaded(self) -> None:
         """Remember how much the engine took. Call once it is healthy."""
-        self._loaded = self.measure()
+        self._loaded = await self.measured(METER_SECONDS)
         self._own = {gpu: used - self._foreign.get(gpu, 0) for gpu, used in self._loaded.items()}
 
     def opened(self) -> None:
@@ -183,25 +218,45 @@ class Tenancy:
         timeout_seconds: float,
         tags: Iterable[Tag] = ALL_TAGS,
         restore: WeightRestore | None = None,
+        weights: Weights | None = None,
     ) -> Outcome:
-        """Get the engine back onto its cards and open admission, if everything is there for it."""
+        """Get the engine back onto its cards and open admission, if everything is there for it.
+
+        `weights` on disk are loaded unless the engine says that it has them; without, `restore` decides.
+        """
         async with self._lock:
             started = self._clock()
             how = restore or default_restore(self._engine)
-            return await self._outcome(started, self._onload(started + timeout_seconds, frozenset(tags), how))
+            return await self._outcome(started, self._onload(started + timeout_seconds, frozenset(tags), how, weights))
+
+    async def quiet(self, timeout_seconds: float, drain_seconds: float = 0.0) -> Outcome:
+        """Close admission and get the engine paused and empty while it keeps its memory: for other weights."""
+        async with self._lock:
+            started = self._clock()
+            return await self._outcome(started, self._quiet(started + timeout_seconds, drain_seconds))
+
+    async def wake(self, timeout_seconds: float) -> Outcome:
+        """After `quiet`: generate again; the guard may be opened."""
+        async with self._lock:
+            started = self._clock()
+            return await self._outcome(started, self._wake(started + timeout_seconds))
 
     async def _outcome(self, started: float, sequence: Awaitable[tuple[Result, str]]) -> Outcome:
         try:
             result, message = await sequence
         except _Stop as stop:
             result, message = stop.result, stop.message
+        except MeterFailed as error:
+            result, message = await self._unless_gone(Result.MEMORY_HELD, error)
         except RecoveryRequired as error:
             result, message = await self._unless_gone(Result.DOUBTFUL, error)
         except DeadlineExceeded as error:
             result, message = await self._unless_gone(Result.NOT_DRAINED, error)
         except RelaxError as error:
             result, message = await self._unless_gone(Result.REFUSED, error)
-        after = self.measure()
+        after: dict[int, int] = {}
+        with contextlib.suppress(MeterFailed):  # the result stands; this number is for whoever reads it
+            after = await self.measured(_LAST_LOOK_SECONDS)
         return Outcome(result, message, self._clock() - started, dict(self._before), after)
 
     async def _unless_gone(self, result: Result, error: RelaxError) -> tuple[Result, str]:
@@ -226,11 +281,28 @@ class Tenancy:
         if not released:
             self._confirmed = False
             await self._quieten(deadline)
-            self._before = self.measure()
+            self._before = await self.measured(max(self._left(deadline), _LAST_LOOK_SECONDS))
             await engine.release(timeout_seconds=self._left(deadline))
         await self._until_free(deadline)
         self._confirmed = True
         return Result.RELEASED, "released and measured" if self._before else "released; no GPU to measure"
+
+    async def _quiet(self, deadline: float, drain_seconds: float) -> tuple[Result, str]:
+        self._alive()
+        missing = sorted(ALL_TAGS - self._engine.resident)
+        if missing:
+            worker = self._engine.worker.worker_id
+            raise _Stop(Result.REFUSED, f"{worker}: {', '.join(missing)} is not resident; onload it first")
+        self._open = False
+        await self._guard.close(min(drain_seconds, max(self._left(deadline), 0.0)))
+        await self._quieten(deadline)
+        return Result.QUIET, "paused and empty"
+
+    async def _wake(self, deadline: float) -> tuple[Result, str]:
+        self._alive()
+        await self._engine.continue_(self._left(deadline))
+        self._guard.open(backend_drained=True)
+        return Result.READY, "generates again"
 
     async def _follow_release(self, deadline: float) -> tuple[Result, str]:
         """A follower has no admin HTTP: the head's call reaches it inside the engine, and its cards are the proof."""
@@ -265,7 +337,8 @@ class Tenancy:
             return
         pause = _STEP_SECONDS[0]
         while True:
-            held = [gpu for gpu, used in self.measure().items() if not self._is_free(gpu, used)]
+            used_now = await self.measured(max(self._left(deadline), _LAST_LOOK_SECONDS))
+            held = [gpu for gpu, used in used_now.items() if not self._is_free(gpu, used)]
             if not held:
                 return
             what = f"GPU {', '.join(map(str, held))} still holds the engine's memory"
@@ -276,7 +349,9 @@ class Tenancy:
         own = self._own.get(gpu) or before
         return before - used >= own * self._freed_fraction
 
-    async def _onload(self, deadline: float, tags: frozenset[Tag], restore: WeightRestore) -> tuple[Result, str]:
+    async def _onload(
+        self, deadline: float, tags: frozenset[Tag], restore: WeightRestore, weights: Weights | None
+    ) -> tuple[Result, str]:
         engine = self._engine
         self._alive()
         if not engine.worker.is_head:
@@ -290,7 +365,9 @@ class Tenancy:
         await engine.resume(tags, self._left(deadline))
         if engine.resident != ALL_TAGS:
             return Result.PARTIAL, f"resident: {', '.join(sorted(engine.resident))}"
-        if not engine.weights_valid:
+        if weights is not None:
+            await self._bring(weights, deadline)
+        elif not engine.weights_valid:
             if restore is not WeightRestore.DISK:
                 return Result.WEIGHTS_PENDING, "memory is resident, the weights have to be sent"
             await engine.reload_weights(self._left(deadline))
@@ -299,6 +376,19 @@ class Tenancy:
         self._guard.open(backend_drained=True)
         self._open = True
         return Result.READY, "memory resident, weights valid, admission open"
+
+    async def _bring(self, weights: Weights, deadline: float) -> None:
+        """Have these weights in the engine: proven by what it says itself."""
+        engine = self._engine
+        if engine.weights_valid and await engine.weight_version(self._left(deadline)) == weights.version:
+            return
+        engine.weights_valid = False
+        body = {"model_path": weights.path, "weight_version": weights.version, "flush_cache": True}
+        await engine.change_weights(Transport.DISK, body, self._left(deadline))
+        said = await engine.weight_version(self._left(deadline))
+        if said != weights.version:
+            engine.weights_valid = False
+            raise _Stop(Result.DOUBTFUL, f"{engine.worker.worker_id} says version {said!r}, wanted {weights.version!r}")
 
     # ---- small things ------------------------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ LOOK_SECONDS = 0.05
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 _JSON = (b"content-type", b"application/json")
+_PLAIN = checked([_JSON])
 
 
 class InferenceClient:
@@ -67,9 +68,12 @@ class InferenceClient:
         discovery: Discovery,
         *,
         engine_key: str | None = None,
+        external_keys: Mapping[tuple[Role, str], str] | None = None,
         timeout_seconds: float = 1800.0,
         limits: UpstreamLimits | None = None,
     ) -> None:
+        """`engine_key` is for engines of the run; those that somebody else runs get theirs out of `external_keys`, by
+        role and engine id, or none."""
         self._discovery = discovery
         self._timeout_seconds = timeout_seconds
         self._resolver = RouteResolver()
@@ -77,6 +81,10 @@ class InferenceClient:
         self._pools = LoopPools(limits)
         auth: list[Header] = [] if engine_key is None else [(b"authorization", b"Bearer " + engine_key.encode())]
         self._headers = checked([_JSON, *auth])
+        self._external_headers = {
+            engine: checked([_JSON, (b"authorization", b"Bearer " + key.encode())])
+            for engine, key in (external_keys or {}).items()
+        }
 
     @classmethod
     def polling(cls, gateway_url: str, token: str | None, **options: Any) -> InferenceClient:
@@ -213,9 +221,11 @@ class InferenceClient:
         try:
             body = _encode(fields)
             headers = self._headers
+            if target.external:
+                headers = self._external_headers.get((target.role, target.engine_id or ""), _PLAIN)
             if affinity_key is not None:
                 key = affinity_key.encode("utf-8", "surrogateescape")
-                headers = checked([*self._headers, (b"x-smg-routing-key", key)])
+                headers = checked([*headers, (b"x-smg-routing-key", key)])
         except (TypeError, ValueError) as error:
             raise BadRequest(f"{target.role} request: {error}; send JSON values and a one-line affinity key") from error
         wait = self._timeout_seconds if timeout_seconds is None else timeout_seconds

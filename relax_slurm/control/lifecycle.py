@@ -74,19 +74,21 @@ async def _bring_up(coordinator: Coordinator) -> None:
     _bind(coordinator)
     coordinator.advance(RunEvent.BOUND)
     coordinator.start_routers()
+    await coordinator.externals.start()
     coordinator.publish_all()
     for phase in sorted({role.phase for role in coordinator.plan.roles}):
         roles = [role for role in coordinator.plan.roles if role.phase == phase]
         managers = [manager for role in roles for manager in _managers(coordinator, role)]
         await _all(manager.start() for manager in managers)
-        if coordinator.plan.mode is Mode.DEFER:
-            # The next phase uses the same cards: they must be proven free first.
-            await _all(manager.offload() for manager in managers)
+        # The next phase uses the same cards: they must be proven free first.
+        sharing = coordinator.leases.book.sharing
+        sleeping = [role for role in roles if sharing[str(role.role)].deferred]
+        await _all(manager.offload() for role in sleeping for manager in _managers(coordinator, role))
     seconds = coordinator.config.engine.startup_seconds
     # Sleeping engines are registered when their lease wakes them.
     await coordinator.routers.settle(seconds, engines=coordinator.plan.mode is not Mode.DEFER)
     for manager in coordinator.managers.values():
-        manager.serve(rebuild=coordinator.plan.mode is not Mode.DEFER)
+        manager.serve(rebuild=True)
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -123,6 +125,8 @@ def _bind(coordinator: Coordinator) -> None:
     coordinator.run_dir.write_json("bound.json", bound.to_json())
     for role in coordinator.plan.roles:
         for model in role.models:
+            if model.external:
+                continue
             manager = InferenceManager(
                 model,
                 bound,
@@ -136,7 +140,7 @@ def _bind(coordinator: Coordinator) -> None:
 
 
 def _managers(coordinator: Coordinator, role: RolePlan) -> list[InferenceManager]:
-    return [coordinator.managers[role.role, model.name] for model in role.models]
+    return [coordinator.managers[role.role, model.name] for model in role.models if not model.external]
 
 
 async def _serve(coordinator: Coordinator) -> None:
@@ -155,8 +159,10 @@ async def _serve(coordinator: Coordinator) -> None:
 async def _end(coordinator: Coordinator) -> list[Replica]:
     """Stop replicas, then sidecars. Answers the replicas whose end is not proven."""
     reason = coordinator.stop_reason or coordinator.run.reason or "the run ends"
+    coordinator.leases.end(f"the run ends: {reason}")
     await asyncio.gather(*(manager.stop(reason) for manager in coordinator.managers.values()))
     await coordinator.routers.stop()
+    await coordinator.externals.stop()
     nodes = [link.name for link in coordinator.links.nodes.values() if link.report is not None and not link.lost]
     await asyncio.gather(*(_shutdown_node(coordinator, node) for node in nodes))
     return [replica for manager in coordinator.managers.values() for replica in manager.unproven()]

@@ -46,6 +46,8 @@ class RouteTarget:
     epoch: str
     revision: int
     served_model_name: str
+    external: bool = False
+    """Somebody else's engine: the run's engine key must not go there."""
 
 
 @lru_cache(maxsize=8192)
@@ -140,7 +142,7 @@ class _Table:
         ready = self.targets[index]
         if ready is None:
             engine = self.engines[index]
-            ready = self._make(engine.base_url or "", engine.engine_id, engine.generation)
+            ready = self._make(engine.base_url or "", engine.engine_id, engine.generation, engine.external)
             self.targets[index] = ready
         return ready
 
@@ -151,7 +153,7 @@ class _Table:
             ready = self.targets[0] = self._make(self.model.router_url or "", None, None)
         return ready
 
-    def _make(self, url: str, engine_id: str | None, generation: int | None) -> RouteTarget:
+    def _make(self, url: str, engine_id: str | None, generation: int | None, external: bool = False) -> RouteTarget:
         snapshot = self.snapshot
         return RouteTarget(
             role=snapshot.role,
@@ -162,6 +164,7 @@ class _Table:
             epoch=snapshot.epoch,
             revision=snapshot.revision,
             served_model_name=self.model.served_model_name,
+            external=external,
         )
 
 
@@ -252,12 +255,15 @@ def _looked_up(snapshot: RoleSnapshot, what: str, name: str, table: Mapping[str,
     found = table.get(name)
     if found is None:
         known = sorted({*snapshot.models, *table} if what == "model" else table)[:20]
-        raise BadRequest(f"{snapshot.role} has no {what} {name[:200]!r}; known are {known}")
+        there = f"known are {', '.join(known)}" if known else "there are none"
+        raise BadRequest(f"{snapshot.role} has no {what} {name[:200]!r}; {there}")
     return found
 
 
 def _not_ready(snapshot: RoleSnapshot, model: ModelEntry) -> Unavailable:
-    return Unavailable(f"{snapshot.role} model {model.name!r} is {model.state}, not READY; try again later")
+    # A sleeping model is woken by its role's lease and by nothing else, least of all by another request.
+    then = "it wakes when its role is given the lease" if model.state == "SLEEPING" else "try again later"
+    return Unavailable(f"{snapshot.role} model {model.name!r} is {model.state}, not READY; {then}")
 
 
 def _ill_typed(what: str, seen: object) -> BadRequest:

@@ -8,6 +8,7 @@ time at most.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "program" in metafunc.fixturenames:
         real = pytest.param("sglang", marks=[pytest.mark.engine, pytest.mark.timeout(600)])
         metafunc.parametrize("program", ["sim", real] if REAL else ["sim"])
+
+
+PROGRAMS = ("sim", "sglang")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many checks each program was asked, and how many it passed: the counts have to be equal."""
+    for program in PROGRAMS:
+        counts = {
+            outcome: sum(
+                program in re.split(r"[\[\]-]", report.nodeid) and "tests/contract/" in report.nodeid
+                for report in terminalreporter.getreports(outcome)
+                if report.when == "call" or outcome != "passed"
+            )
+            for outcome in ("passed", "failed", "skipped", "error")
+        }
+        if any(counts.values()):
+            told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+            terminalreporter.write_line(f"contract checks of {program}: {told}")
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from relax_slurm.control.run_dir import RunDir, write_atomically
 from relax_slurm.control.worker_args import worker_args
 from relax_slurm.core.binding import bind
 from relax_slurm.core.placement_json import to_json
+from relax_slurm.core.weights import Weights
 from relax_slurm.errors import BindingMismatch
 from relax_slurm.wire.client import ControlClient
 from relax_slurm.wire.host import allow_many_files
@@ -30,13 +31,15 @@ from relax_slurm.wire.keys import credentials
 from relax_slurm.wire.messages import PeerKind, WorkerStatus
 from sidecars.worker import WorkerSpec
 from tests.harness.wait import until
-from tests.unit.control.stage import allocation_of, config_of, plan_of, report_of, run_dir_of, wide_config
+from tests.unit.control.stage import FAST, allocation_of, config_of, plan_of, report_of, run_dir_of, wide_config
 
 FIRST = 21_000 + os.getpid() % 50 * 150
 
 
 def attempt(tmp_path: Path, **changes: Any) -> RunDir:
-    config = config_of(ports={"first": FIRST, "last": FIRST + 2999}, **changes)
+    # No sidecar ever comes here; how long the coordinator waits for one must not decide a test.
+    times = {"control": FAST | {"bind_seconds": 300.0}}
+    config = config_of(ports={"first": FIRST, "last": FIRST + 2999}, **(times | changes))
     plan = plan_of(config)
     run_dir = run_dir_of(tmp_path)
     write_atomically(run_dir.path / "config.json", config.resolved_json())
@@ -164,7 +167,10 @@ def test_what_a_sidecar_is_told_to_start_is_what_it_understands() -> None:
         model = plan.roles[0].models[0]
         for replica in model.replicas:
             for rank, worker in enumerate(replica.workers):
-                args = worker_args(model, replica, rank, bound, config, run_tag="t", memory_saver=False, generation=3)
+                weights = Weights("0", model.model_path)
+                args = worker_args(
+                    model, weights, replica, rank, bound, config, run_tag="t", memory_saver=False, generation=3
+                )
                 spec = WorkerSpec.from_wire({**args["spec"], "log_path": "/x"})
                 assert spec.gpu_indexes == worker.gpus
                 assert args["guard"]["generation"] == 3

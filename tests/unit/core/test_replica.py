@@ -105,6 +105,58 @@ def test_not_ready_while_weights_are_not_valid() -> None:
     assert replica.state is S.READY
 
 
+def test_a_suspect_worker_is_not_routed_to_and_is_never_called_free() -> None:
+    replica = ready(2)
+    assert kinds(send(replica, E.WORKER_SUSPECT, 1, reason="it did not answer")) == [("publish", None)]
+    entry = replica.published()
+    assert (entry.state, entry.direct_eligible, entry.generation) == (ReplicaState.UNKNOWN, False, 1)
+    assert (replica.state, replica.why, replica.reason) == (S.READY, "it did not answer", "")
+    assert not replica.release_proven
+    assert kinds(send(replica, E.WORKER_WELL, 1)) == [("publish", None)]
+    entry = replica.published()
+    assert (entry.state, entry.direct_eligible, entry.generation) == (ReplicaState.READY, True, 1)
+    assert replica.why == ""
+
+
+def test_silence_passes_without_a_trace() -> None:
+    replica = ready()
+    send(replica, E.WORKER_SILENT, 0, reason="node n is silent")
+    assert replica.why == "node n is silent"
+    assert kinds(send(replica, E.WORKER_HEARD, 0)) == [("open_admission", 0)]
+    send(replica, E.ADMISSION_OPENED)
+    assert (replica.published().state, replica.why) == (ReplicaState.READY, "")
+
+
+def test_a_worker_that_is_well_again_may_be_what_was_missing() -> None:
+    replica = Replica("m/replica-0", 1)
+    send(replica, E.BEGIN)
+    send(replica, E.WORKER_READY, 0, base_url="http://n:1")
+    send(replica, E.WORKER_SUSPECT, 0)
+    send(replica, E.ADMISSION_OPENED)
+    assert replica.state is S.STARTING
+    send(replica, E.WORKER_WELL, 0)
+    assert replica.state is S.READY
+
+
+def test_woken_without_weights_is_neither_failed_nor_routable_until_they_are_there() -> None:
+    replica = sleeping(2)
+    assert kinds(send(replica, E.ONLOAD)) == [("publish", None), ("onload", 0), ("onload", 1)]
+    send(replica, E.RESUMED, 1)
+    assert kinds(send(replica, E.RESUMED, 0, weights_valid=False)) == []
+    assert (replica.state, replica.weights_pending) == (S.ONLOADING, True)
+    assert not replica.published().direct_eligible
+    # They were sent: the engine is still paused, and says itself when it is ready.
+    commands = send(replica, E.WEIGHTS_VALID)
+    assert [(c.kind.value, c.worker, c.tags) for c in commands] == [
+        ("onload", 0, frozenset()),
+        ("onload", 1, frozenset()),
+    ]
+    assert kinds(send(replica, E.RESUMED, 1)) == []
+    assert kinds(send(replica, E.RESUMED, 0)) == [("open_admission", 0)]
+    send(replica, E.ADMISSION_OPENED)
+    assert (replica.state, replica.generation) == (S.READY, 1)
+
+
 def test_not_ready_with_a_tag_missing() -> None:
     replica = Replica("m/replica-0", 1)
     send(replica, E.BEGIN)
@@ -371,7 +423,7 @@ class Life(RuleBasedStateMachine):
         assert replica.generation >= before.generation
         if replica.release_proven and not before.release_proven:
             assert event.kind in (E.RELEASED, E.WORKER_EXITED)
-        if event.kind in (E.WORKER_SILENT, E.FAIL, E.WORKER_UNHEALTHY):
+        if event.kind in (E.WORKER_SILENT, E.WORKER_SUSPECT, E.FAIL, E.WORKER_UNHEALTHY):
             assert replica.release_proven == before.release_proven
 
     @invariant()
@@ -394,3 +446,54 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+# --- other weights -------------------------------------------------------------------------------------------------
+
+
+def test_while_weights_are_replaced_it_is_ready_by_the_book_and_shown_as_onloading() -> None:
+    replica = ready()
+    assert kinds(send(replica, E.UPDATE, reason="weights '2' are being loaded")) == [("publish", None)]
+    shown = replica.published()
+    assert (replica.state, shown.state, shown.routable) == (S.READY, ReplicaState.ONLOADING, False)
+    # Signs of before, and a node that comes back, do not open it.
+    assert send(replica, E.ADMISSION_OPENED) == []
+    assert send(replica, E.WORKER_HEARD, 0) == []
+    assert not replica.admission_open
+    assert replica.reason
+    assert kinds(send(replica, E.WEIGHTS_VALID)) == [("publish", None), ("open_admission", 0)]
+    assert replica.published().state is not ReplicaState.READY, "the guard is not open yet"
+    send(replica, E.ADMISSION_OPENED)
+    assert (replica.published().state, replica.reason) == (ReplicaState.READY, "")
+
+
+@pytest.mark.parametrize("kind", [E.STOP, E.WORKER_UNHEALTHY, E.WORKER_EXITED])
+def test_an_update_can_end_like_everything_else(kind: EventKind) -> None:
+    replica = ready()
+    send(replica, E.UPDATE)
+    send(replica, kind, None if kind is E.STOP else 0)
+    assert replica.state is S.STOPPING
+
+
+def test_a_replica_without_the_models_weights_waits_for_them() -> None:
+    replica = Replica("m/replica-0", 1)
+    send(replica, E.BEGIN)
+    assert send(replica, E.WORKER_READY, 0, base_url="http://n0:1", weights_valid=False, reason="on no disk") == [
+        Command(CommandKind.PUBLISH)
+    ]
+    assert (replica.state, replica.weights_awaited, replica.reason) == (S.STARTING, True, "on no disk")
+    send(replica, E.UPDATE)
+    assert kinds(send(replica, E.WEIGHTS_VALID)) == [("open_admission", 0)]
+    send(replica, E.ADMISSION_OPENED)
+    assert replica.state is S.READY
+
+
+def test_a_resume_does_not_bring_back_what_is_awaited() -> None:
+    replica = sleeping()
+    send(replica, E.ONLOAD)
+    assert send(replica, E.RESUMED, 0, weights_valid=False) == []
+    assert replica.published().state is ReplicaState.ONLOADING
+    assert kinds(send(replica, E.WEIGHTS_VALID)) == [("onload", 0)], "it is paused, and says itself when it is up"
+    assert kinds(send(replica, E.RESUMED, 0)) == [("open_admission", 0)]
+    send(replica, E.ADMISSION_OPENED)
+    assert replica.state is S.READY

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from relax_slurm.core.discovery import ReplicaState
+from relax_slurm.core.discovery import EngineEntry, ReplicaState
 from relax_slurm.core.plan import Role
 from relax_slurm.forward import Exchange
-from tests.unit.gateway.stage import COMPLETION, SERVED, TOKEN, Stage, answers, complete, run
+from relax_slurm.gateway import app
+from tests.unit.gateway.stage import COMPLETION, SERVED, TOKEN, Stage, answers, complete, run, view
 
 GENERATE = [f"/{role}/generate" for role in Role]
 CHAT = [f"/{role}/{path}" for role in Role for path in ("chat/completions", "v1/chat/completions")]
@@ -399,5 +401,64 @@ def test_turns_are_taken_over_replicas_and_keys_stick() -> None:
         for key in ("a", "b", "c", "d"):
             assert len({await host(**{"x-smg-routing-key": key}) for _ in range(3)}) == 1
         await second.stop(0.2)
+
+    run(body)
+
+
+def test_a_request_at_a_lost_engine_is_answered_and_never_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "WATCH_SECONDS", 0.02)
+
+    def never(exchange: Exchange) -> None:
+        """Takes it and says nothing."""
+
+    async def body(stage: Stage) -> None:
+        asking = [asyncio.create_task(stage.client.post("/teacher/generate", json={"text": "1"})) for _ in range(3)]
+        async with asyncio.timeout(10):
+            while len(stage.engine.requests) < 3:
+                await asyncio.sleep(0.01)
+        stage.show(state=ReplicaState.UNKNOWN, engines=shown(stage, ReplicaState.STOPPING))
+        await asyncio.sleep(0.3)
+        assert not any(each.done() for each in asking), "its sidecar still has the say"
+        stage.show(state=ReplicaState.UNKNOWN, engines=shown(stage, ReplicaState.UNKNOWN))
+        for each in asking:
+            answer = await each
+            assert answer.status_code == 502
+            assert "not sent elsewhere" in answer.json()["error"]["message"]
+        assert len(stage.engine.requests) == 3
+
+    run(body, never, doubt_seconds=0.1)
+
+
+def shown(stage: Stage, state: ReplicaState) -> tuple[EngineEntry, ...]:
+    return (EngineEntry("math/replica-0", stage.engine.url, state, state is ReplicaState.READY, 1),)
+
+
+def outside(stage: Stage) -> None:
+    """Everything behind the gateway is somebody else's now."""
+    for role in Role:
+        model = view(role, [stage.engine.url]).models["math"]
+        engines = tuple(replace(engine, engine_id="math/external-0", external=True) for engine in model.engines)
+        stage.show(engines=engines)
+
+
+def test_somebody_elses_engine_gets_its_own_key_or_none_and_never_ours() -> None:
+    async def body(stage: Stage) -> None:
+        outside(stage)
+        for role, path in [(role, f"/{role}/generate") for role in Role]:
+            assert (await stage.client.post(path, json={"text": "x"})).status_code == 200
+            sent = stage.engine.requests[-1].headers.get(b"authorization")
+            assert sent == (b"Bearer theirs" if role is Role.TEACHER else None)
+            assert b"engine-key" not in repr(stage.engine.requests[-1].headers).encode()
+
+    run(body, external_keys={(Role.TEACHER, "math/external-0"): "theirs"})
+
+
+def test_without_a_guard_in_front_the_gateway_looks_at_payloads() -> None:
+    async def body(stage: Stage) -> None:
+        outside(stage)
+        for deadly in ({"input_ids": [-1]}, {"text": "x", "return_logprob": True, "logprob_start_len": -5}):
+            for path in GENERATE:
+                assert (await stage.client.post(path, json=deadly)).status_code == 400
+        assert stage.engine.requests == []
 
     run(body)
