@@ -24,7 +24,6 @@ VERBS = {
 _ROWS = {
     "drain": "row L6, lifetime; `relax-slurm stop` lets requests finish and ends the run",
     "bench": "`make bench` runs what there is",
-    "batch": "row B2, closed batches",
 }
 """Verbs of the contract that this version answers with the row it does not have."""
 

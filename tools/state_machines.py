@@ -20,8 +20,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "state-machines.md"
 HEAD = """\
 # State machines
 
-<!-- Written by `python tools/state_machines.py`; edit the tables in relax_slurm/core instead: replica.py, run.py, lease.py and
-batch.py. -->
+<!-- Written by `python tools/state_machines.py`; edit the tables in relax_slurm/core (replica, run, lease, batch)
+instead. -->
 
 All machines are literal tables with one mutator. An event that the table does not list for a state raises and changes
 nothing. Every change is a line of `events.jsonl` with its cause and its reason.
@@ -40,9 +40,9 @@ RUN = """\
 
 
 LEASE = """\
-Holders are the inference roles and training. A lease is given only when every holder that shares a GPU with it is SLEEPING, by
-the book and by the evidence of its replicas. BLOCKED is left by evidence only, never by an answer that came late. Which request
-leads to which event is `relax_slurm/core/lifecycle.py`.
+Holders are the inference roles and training. A lease is given only when every holder that shares a GPU with it is
+SLEEPING, by the book and by the evidence of its replicas. BLOCKED is left by evidence only, never by an answer that
+came late. Which request leads to which event is `relax_slurm/core/lifecycle.py`.
 """
 
 BATCH = """\

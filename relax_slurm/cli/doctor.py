@@ -21,6 +21,7 @@ from relax_slurm.slurm.command import SECONDS
 from relax_slurm.slurm.site_check import Finding, Level, check_site
 from relax_slurm.slurm.site_facts import gather
 from relax_slurm.wire.host import ephemeral_range
+from relax_slurm.workload import preflight
 
 _MARKS = {Level.OK: "ok", Level.NOTE: "note", Level.WARN: "WARN", Level.UNKNOWN: "?", Level.BAD: "BAD"}
 OVER = frozenset({"STOPPED", "JOB_ENDED", "JOB_GONE"})
@@ -85,6 +86,7 @@ def _site(path: str | None, overrides: Any) -> list[Finding]:
         return check_site(gather(os.environ))
     config = load(path, overrides)
     plan = make_plan(config, ephemeral=ephemeral_range())
+    preflight.check(config, plan)
     seconds = min(config.slurm.command_seconds, SECONDS)
     return check_site(gather(os.environ, seconds=seconds), config, plan)
 

@@ -27,6 +27,7 @@ from relax_slurm.core.plan import ComponentPlan, InferencePlacementPlan
 from relax_slurm.slurm.container import own_mounts, wrap
 from relax_slurm.slurm.script import render
 from relax_slurm.wire.host import ephemeral_range
+from relax_slurm.workload import preflight
 
 MAX_ROWS = 40
 """Replicas and command lines shown as text; --json has all of them."""
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan; returns 0. Raises ConfigError (exit 2) or a refusal (exit 3)."""
     config = load(args.config, getattr(args, "set", None) or ())
     plan = make_plan(config, ephemeral=ephemeral_range())
+    preflight.check(config, plan)
     if getattr(args, "svg", False):
         print(svg(plan), end="")
         return 0

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -47,6 +48,9 @@ _BY_STATUS: dict[int, type[RequestError]] = {
     503: Unavailable,
     504: DeadlineExceeded,
 }
+ABORTS_AT_ONCE = 64
+LOOK_SECONDS = 0.05
+"""Pause between two looks at a view that is waited for."""
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 _JSON = (b"content-type", b"application/json")
@@ -163,6 +167,46 @@ class InferenceClient:
         if "model" in answer:
             answer["model"] = target.model
         return answer
+
+    async def wait_ready(self, role: Role, *, timeout_seconds: float = 30.0) -> None:
+        """Return when the client's own view says that every model of the role can be asked; Unavailable.
+
+        The coordinator's word that a role was woken may be ahead of what discovery has told.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            try:
+                if (await self._discovery.view(role, newer=True)).ready:
+                    return
+                seen = f"{role} is not READY"
+            except Unavailable as error:
+                seen = error.message
+            if time.monotonic() > deadline:
+                raise Unavailable(f"{seen} in this client's view after {timeout_seconds:g} s; see `relax-slurm status`")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def abort(self, rids: Sequence[str], role: Role, *, timeout_seconds: float = 10.0) -> int:
+        """End requests by their ids; the number of times that an engine took the word.
+
+        Every engine of the role is told of every id. An id also ends those that begin with it, so give all requests ids
+        of one length. An aborted request is answered with what there is of it. Nothing is sent to engines that admit
+        nothing; one that cannot be reached is left out.
+        """
+        if not all(rids):
+            raise BadRequest("abort: a rid is empty, wanted the id of a request")
+        snapshot = await self._discovery.view(role)
+        models = snapshot.models.values()
+        urls = sorted({each.base_url for model in models for each in model.engines if each.base_url and each.routable})
+        gate, pool = asyncio.Semaphore(ABORTS_AT_ONCE), self._pools.here()
+
+        async def tell(url: str, rid: str) -> bool:
+            async with gate:
+                body = _encode({"rid": rid})
+                answer = await pool.request("POST", f"{url}/abort_request", self._headers, body, timeout_seconds)
+                return answer.status == 200
+
+        told = await asyncio.gather(*(tell(url, rid) for url in urls for rid in rids), return_exceptions=True)
+        return sum(one is True for one in told)
 
     async def _post(
         self,

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from relax_slurm.config.base import Count, Directive, Name, OptionLine, PathText, Section, Text
+from relax_slurm.config.batch import BatchConfig
 from relax_slurm.config.engine_args import normalise
 from relax_slurm.config.site import (
     ControlConfig,
@@ -305,6 +306,8 @@ class RunConfig(Section):
     """CPU-only head component; null shares the first GPU node."""
     training: TrainingConfig | None = None
     """GPUs of training."""
+    batch: BatchConfig | None = None
+    """How closed batches are made; null takes the defaults when batches are asked for."""
     slurm: SlurmConfig = SlurmConfig()
     """How the job is asked for."""
     gateway: GatewayConfig = GatewayConfig()
@@ -344,6 +347,7 @@ class RunConfig(Section):
 
 __all__ = [
     "ROLE_ORDER",
+    "BatchConfig",
     "ControlConfig",
     "EngineConfig",
     "ExternalConfig",
