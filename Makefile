@@ -2,6 +2,7 @@
 # make env          .venv with the tools of the checks, openai and reasoning-gym
 # make test         every check; REQUIRE=slurm turns a skipped Slurm lane into a failure, LANES="lint unit" picks some
 # make test-real    the contract suite with SGLang itself, on a CPU (docs/real-engine.md)
+# make test-slurm-24.11   the launcher suite on Debian 13's Slurm, in a folder of its own (docs/testing.md)
 # make lint         formatting, style and types
 # make bench        what tests/bench measures, as JSON
 # make clean        everything that was generated, the environment too
@@ -10,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test test-real lint format docs bench clean
+.PHONY: help env quickstart test test-real test-slurm-24.11 lint format docs bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^$$/q'
@@ -36,6 +37,7 @@ docs:
 	@tools/env.sh dev
 	@.venv/bin/python -m relax_slurm.config.reference
 	@.venv/bin/python tools/state_machines.py
+	@.venv/bin/python tools/placement_rules.py
 
 bench:
 	@tools/bench.sh
@@ -45,3 +47,6 @@ clean:
 
 test-real:
 	@tools/real/test.sh
+
+test-slurm-24.11:
+	@tools/slurm-24.11.sh

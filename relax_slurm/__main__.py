@@ -23,7 +23,6 @@ VERBS = {
 }
 _ROWS = {
     "drain": "row L6, lifetime; `relax-slurm stop` lets requests finish and ends the run",
-    "doctor": "rows R1 and L5, recovery and site checks; docs/operations.md, Failures, says what to do by hand",
     "bench": "`make bench` runs what there is",
 }
 """Verbs of the contract that this version answers with the row it does not have."""

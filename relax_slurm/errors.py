@@ -172,3 +172,8 @@ class DeadlineExceeded(RequestError):
     """The request's deadline passed; what the engine did with it is unknown."""
 
     http_status, code = 504, "deadline"
+
+
+def shown(text: str, limit: int = 100) -> str:
+    """A value from outside as a message prints it: quoted, on one line, and not longer than `limit` characters."""
+    return repr(text if len(text) <= limit else text[: limit - 3] + "...")

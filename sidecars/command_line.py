@@ -23,6 +23,7 @@ from relax_slurm.config.engine_args import normalise, to_argv
 from relax_slurm.core.engine_spec import spec_for
 from relax_slurm.core.plan import WorkerType
 from relax_slurm.errors import ConfigError
+from relax_slurm.slurm.container import engine_environment, own_mounts, wrap
 from sidecars.worker import WorkerSpec
 
 RUN_TAG = "RELAX_RUN_TAG"
@@ -62,12 +63,23 @@ def build(worker: WorkerSpec, environ: Mapping[str, str] | None = None) -> Comma
     env.update(_owned_environment(worker))
     arguments = _arguments(worker)
     if worker.program == "sim":
-        return _sim(worker, arguments, env)
+        return _contained(worker, _sim(worker, arguments, env))
     private = _key_file(worker)
     argv = [worker.python, "-m", "sglang.launch_server"]
     if private is not None:
         argv += ["--config", str(private.path)]
-    return CommandLine(tuple(argv + arguments), env, private)
+    return _contained(worker, CommandLine(tuple(argv + arguments), env, private))
+
+
+def _contained(worker: WorkerSpec, line: CommandLine) -> CommandLine:
+    """The same inside the worker's container, if it has one."""
+    if worker.container is None:
+        return line
+    env = engine_environment(line.env, worker.env)
+    if worker.container.gpus:
+        env["NVIDIA_VISIBLE_DEVICES"] = "all"  # enroot's hook; the mask stays CUDA_VISIBLE_DEVICES
+    run_dir = Path(worker.log_path).parent.parent
+    return CommandLine(tuple(wrap(worker.container, line.argv, env, own_mounts(run_dir))), env, line.private)
 
 
 def _arguments(worker: WorkerSpec) -> list[str]:

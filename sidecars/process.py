@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -104,10 +107,12 @@ class OwnedProcess:
             raise RuntimeError("the process was already started")
         self._write_private()
         program = self._command.argv
-        tied = (program[0], "-I", "-S", launcher.__file__, str(os.getpid()), *program)
+        tied = (sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *program)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(self._log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            if shutil.which(program[0], path=self._command.env.get("PATH", os.defpath)) is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             self._popen = subprocess.Popen(
                 tied,
                 env=self._command.env,
@@ -119,8 +124,8 @@ class OwnedProcess:
         except OSError as error:
             self.remove_private()
             raise StartupFailed(
-                f"{self._name}: cannot execute {program[0]} ({error.strerror}); check that the Python of the "
-                "run file exists on this node"
+                f"{self._name}: cannot execute {program[0]} ({error.strerror}); check that the Python or the "
+                "container runtime of the run file is on this node"
             ) from error
         finally:
             os.close(log)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from relax_slurm.config.container import ContainerConfig
 from relax_slurm.config.engine_args import normalise
 from relax_slurm.core.engine_spec import spec_for
 from relax_slurm.core.plan import Role, WeightSource, WorkerType
@@ -66,6 +68,8 @@ class WorkerSpec:
     sim: dict[str, Any] = field(default_factory=dict)
     """Options of the simulated engine; `sidecars.sim.options` is their schema."""
     python: str = sys.executable
+    container: ContainerConfig | None = None
+    """The image around the engine; None on the host. `python` is then the interpreter inside."""
 
     @property
     def base_url(self) -> str:
@@ -89,7 +93,8 @@ class WorkerSpec:
 
     def to_wire(self) -> dict[str, Any]:
         """The spec as a map that msgpack and JSON can carry."""
-        return asdict(self)
+        container = None if self.container is None else self.container.model_dump(mode="json")
+        return {**asdict(self), "container": container}
 
     @classmethod
     def from_wire(cls, value: Mapping[str, Any]) -> WorkerSpec:
@@ -107,6 +112,8 @@ class WorkerSpec:
             data["gpu_indexes"] = tuple(int(item) for item in data.get("gpu_indexes", ()))
             data["weight_source"] = WeightSource(data.get("weight_source", WeightSource.STATIC))
             data["worker_type"] = WorkerType(data.get("worker_type", WorkerType.REGULAR))
+            if data.get("container") is not None:
+                data["container"] = ContainerConfig.model_validate_json(json.dumps(data["container"]))
             spec = cls(**data)
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(

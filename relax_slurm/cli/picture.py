@@ -46,8 +46,7 @@ def picture(plan: InferencePlacementPlan, *, width: int = 100) -> str:
 
 
 def rows(plan: InferencePlacementPlan, pool: PoolPlan) -> list[Row]:
-    """The rows of one pool, phase by phase; training comes last, since it runs when inference has "
-    "made room."""
+    """The rows of one pool, phase by phase; training comes last, since it runs when inference has made room."""
     size = pool.nodes * pool.gpus_per_node
     mine = [role for role in plan.roles if role.pool == pool.name]
     found = [Row(role.role.value, role.phase, _cells(role, size)) for role in mine]
@@ -99,24 +98,47 @@ def _line(head: str, indent: int, cells: list[str], cell: int, pool: PoolPlan) -
     return "  " + head.ljust(indent - 2) + " |".join(nodes)
 
 
-def _folded(pool: PoolPlan, table: list[Row], heads: list[str], indent: int) -> list[str]:
-    """One block per run of nodes that look alike."""
+def runs_of_nodes(
+    plan: InferencePlacementPlan, pool: PoolPlan, *, fold: bool
+) -> tuple[list[Row], list[tuple[int, int]]]:
+    """The rows of a pool, and its nodes as (first, last) of each run of neighbours that look alike; one each unless
+    `fold`."""
+    table = rows(plan, pool)
+    if not fold:
+        return table, [(node, node) for node in range(pool.nodes)]
+    return table, _runs(pool, _looks(pool, table))
+
+
+def _looks(pool: PoolPlan, table: list[Row]) -> list[tuple[str, ...]]:
     step = pool.gpus_per_node
-    cell = len(str(step - 1)) + 1
-    looks = [tuple(row.cells[at : at + step] for row in table) for at in range(0, pool.nodes * step, step)]
-    lines: list[str] = []
+    return [tuple(row.cells[at : at + step] for row in table) for at in range(0, pool.nodes * step, step)]
+
+
+def _runs(pool: PoolPlan, looks: list[tuple[str, ...]]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
     first = 0
     while first < pool.nodes:
         last = first
         while last + 1 < pool.nodes and looks[last + 1] == looks[first]:
             last += 1
+        runs.append((first, last))
+        first = last + 1
+    return runs
+
+
+def _folded(pool: PoolPlan, table: list[Row], heads: list[str], indent: int) -> list[str]:
+    """One block per run of nodes that look alike."""
+    step = pool.gpus_per_node
+    cell = len(str(step - 1)) + 1
+    looks = _looks(pool, table)
+    lines: list[str] = []
+    for first, last in _runs(pool, looks):
         nodes = f"node {first}" if first == last else f"nodes {first}-{last}, all alike"
         lines.append(f"  {nodes}: bundles {first * step}-{(last + 1) * step - 1}")
         lines.append("  " + "gpu:".ljust(indent - 2) + "".join(str(gpu).rjust(cell) for gpu in range(step)))
         for head, cells in zip(heads, looks[first], strict=True):
             if set(cells) != {FREE}:
                 lines.append("  " + head.ljust(indent - 2) + "".join(letter.rjust(cell) for letter in cells))
-        first = last + 1
     return lines
 
 

@@ -9,9 +9,12 @@ import shlex
 import shutil
 from dataclasses import asdict
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from relax_slurm.cli.picture import picture
+from relax_slurm.cli.picture_svg import svg
+from relax_slurm.cli.plan_details import address_lines, addresses, bundles, ports, step_commands, step_lines
 from relax_slurm.cli.warn import warnings
 from relax_slurm.config.load import load
 from relax_slurm.config.models import RunConfig
@@ -21,6 +24,7 @@ from relax_slurm.core.placement import plan as make_plan
 from relax_slurm.core.placement_commands import PlannedCommand, planned_commands
 from relax_slurm.core.placement_json import to_value
 from relax_slurm.core.plan import ComponentPlan, InferencePlacementPlan
+from relax_slurm.slurm.container import own_mounts, wrap
 from relax_slurm.slurm.script import render
 from relax_slurm.wire.host import ephemeral_range
 from relax_slurm.workload import preflight
@@ -39,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="override one key, for instance --set slurm.partition=gpu (repeatable)",
     )
+    parser.add_argument("--svg", action="store_true", help="print the picture as an SVG document and nothing else")
     parser.add_argument("--all", action="store_true", help=f"show all rows, not only the first {MAX_ROWS}")
 
 
@@ -47,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
     config = load(args.config, getattr(args, "set", None) or ())
     plan = make_plan(config, ephemeral=ephemeral_range())
     preflight.check(config, plan)
+    if getattr(args, "svg", False):
+        print(svg(plan), end="")
+        return 0
     attempt = RunDir.upcoming(runs_root(config.runs_root, os.environ), config.name)
     script = render(plan, config, script_paths(attempt, config))
     if getattr(args, "json", False):
@@ -65,10 +73,20 @@ def document(config: RunConfig, plan: InferencePlacementPlan, script: str) -> di
         "plan": to_value(plan),
         "config": json.loads(config.resolved_json()),
         "picture": picture(plan),
+        "bundles": bundles(plan),
+        "components": [asdict(component) for component in plan.components],
         "warnings": list(warnings(plan, config)),
         "script": script,
+        "steps": step_commands(plan, config, _run_dir(config)),
         "engines": [asdict(command) for command in planned_commands(plan)],
+        "ports": ports(plan),
+        "addresses": addresses(plan, config),
     }
+
+
+def _run_dir(config: RunConfig) -> Path:
+    """Where the attempt that a launch would make now would live."""
+    return RunDir.upcoming(runs_root(config.runs_root, os.environ), config.name).path
 
 
 def text(
@@ -87,6 +105,8 @@ def text(
         _section("components", [_component(component) for component in plan.components]),
         _section("replicas", _replicas(plan, limit)),
         _section("ports", _ports(plan)),
+        _section("addresses", address_lines(plan, config)),
+        _section("node steps", step_lines(plan, config, _run_dir(config))),
         _section("engine command lines", _commands(config, plan, commands, limit)),
         _section("sbatch script (of the attempt that a launch would make now)", script.rstrip().splitlines()),
     ]
@@ -149,7 +169,12 @@ def _ports(plan: InferencePlacementPlan) -> list[str]:
 def _commands(
     config: RunConfig, plan: InferencePlacementPlan, commands: list[PlannedCommand], limit: int | None
 ) -> list[str]:
+    container = config.engine.container
     python = config.engine.python or "python"
+    if container is not None:
+        python = container.python
+        if container.runtime != "pyxis":  # pyxis puts the whole node step into the image, see the node steps
+            python = shlex.join(wrap(container, [python], {}, own_mounts(_run_dir(config))))
     lines = [f"(ports as on a node whose block starts at {plan.ports.first}; keys are passed in a private file)"]
     shown: list[str] = []
     for _, group in groupby(commands, key=lambda command: command.replica_id):

@@ -3,6 +3,7 @@ are merged."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from relax_slurm.config.yaml_text import MAX_DEPTH, parse
 from relax_slurm.errors import ConfigError
 
 CLUSTER_FILE = "RELAX_CLUSTER_FILE"
+NO_CLUSTER_FILE = "none"
+"""Value of RELAX_CLUSTER_FILE that keeps every cluster file out, found or named in the run file."""
 CLUSTER_KEYS = (
     "slurm",
     "head",
@@ -90,6 +93,16 @@ def from_environment(environ: Mapping[str, str]) -> list[Layer]:
         text = variable in TOP_LEVEL_VARIABLES
         layers.append(Layer(f"${variable}", _nest(path, value if text else parse(value, f"${variable}"))))
     return layers
+
+
+def found_cluster_file(environ: Mapping[str, str]) -> str | None:
+    """The cluster file of this user, else of this site, where nothing names one."""
+    home = environ.get("XDG_CONFIG_HOME") or (f"{environ['HOME']}/.config" if environ.get("HOME") else None)
+    for folder in (home, "/etc"):
+        path = f"{folder}/relax-slurm/cluster.yaml"
+        if folder is not None and os.path.isfile(path):
+            return path
+    return None
 
 
 def check_variable(variable: str) -> None:

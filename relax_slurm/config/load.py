@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from relax_slurm.config import layers as sources
 from relax_slurm.config.explain import config_error
-from relax_slurm.config.layers import CLUSTER_FILE, Layer
+from relax_slurm.config.layers import CLUSTER_FILE, NO_CLUSTER_FILE, Layer
 from relax_slurm.config.models import RunConfig
 from relax_slurm.config.yaml_text import MAX_BYTES, parse
 from relax_slurm.errors import ConfigError
@@ -30,7 +30,7 @@ def load(
 
     `overrides` are the texts of `--set` (`a.b=c`); `environ` defaults to this process's environment. The
     cluster file is named by `--set cluster=`, `RELAX_CLUSTER_FILE` or the run file's `cluster`, in that
-    order.
+    order; else it is ~/.config/relax-slurm/cluster.yaml or /etc/relax-slurm/cluster.yaml, whichever is there.
     """
     variables = os.environ if environ is None else environ
     label = os.fspath(path)
@@ -92,10 +92,10 @@ def _cluster_path(run: Layer, strong: Sequence[Layer], variables: Mapping[str, s
         if "cluster" in layer.data:
             return _as_path(layer.data["cluster"], layer.label)
     if variables.get(CLUSTER_FILE):
-        return variables[CLUSTER_FILE]
+        return None if variables[CLUSTER_FILE] == NO_CLUSTER_FILE else variables[CLUSTER_FILE]
     named = _as_path(run.data.get("cluster"), run.label)
     if named is None:
-        return None
+        return sources.found_cluster_file(variables)
     return os.fspath(Path(run.label).parent / Path(named).expanduser())
 
 

@@ -319,7 +319,8 @@ class RunConfig(Section):
     local: LocalConfig = LocalConfig()
     """Pretences of the local backend's nodes."""
     cluster: Text | None = None
-    """Path of a cluster file with site settings, relative to the run file."""
+    """Path of a cluster file with site settings, relative to the run file; null takes the one that RELAX_CLUSTER_FILE
+    names, else ~/.config/relax-slurm/cluster.yaml, else /etc/relax-slurm/cluster.yaml."""
     runs_root: PathText | None = None
     """Folder of all runs on the shared file system; null is `~/.relax_slurm/runs`."""
 

@@ -37,8 +37,9 @@ source wins:
 2. variables: `RELAX_SLURM__PARTITION=main` sets `slurm.partition`, two underscores stand for a dot; {variables};
    a variable that is near to these and none of them is an error;
 3. the run file;
-4. the cluster file, named by `--set cluster=…`, by `RELAX_CLUSTER_FILE` or by the run file's `cluster`; it may have
-   {cluster};
+4. the cluster file, named by `--set cluster=…`, by `RELAX_CLUSTER_FILE` or by the run file's `cluster`, else
+   `~/.config/relax-slurm/cluster.yaml`, else `/etc/relax-slurm/cluster.yaml`; `RELAX_CLUSTER_FILE=none` keeps all of
+   them out; it may have {cluster};
 5. the defaults below.
 
 Mappings are merged key by key; every other value replaces the weaker one. Unknown keys are errors. Text

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
-from relax_slurm.config.base import Count, Directive, OptionLine, Seconds, Section, ShellLine, Text
+from relax_slurm.config.base import Count, Directive, OptionLine, PathText, Seconds, Section, ShellLine, Text
+from relax_slurm.config.container import ContainerConfig
 from relax_slurm.config.hints import nearest
 from relax_slurm.config.options import SBATCH, SRUN, owned
 
@@ -44,8 +45,13 @@ class SlurmConfig(Section):
     extra_srun: tuple[OptionLine, ...] = ()
     """Further options of every node step. Those that say where and how often it runs, or which GPUs it gets, are
     refused."""
+    modules: tuple[Directive, ...] = ()
+    """Environment modules loaded on the batch host, in this order; a module that does not load ends the job. Steps and
+    engines inherit what they set."""
+    venv: PathText | None = None
+    """Folder of a virtual environment that is activated on the batch host, after the modules."""
     setup: tuple[ShellLine, ...] = ()
-    """Shell lines run first on the batch host, such as `module load cuda`."""
+    """Shell lines run on the batch host before ours, after modules and venv, such as `export NCCL_DEBUG=WARN`."""
     template: Text | None = None
     """Path of a script template that replaces the shipped one."""
     requeue: bool = True
@@ -308,12 +314,23 @@ class EngineConfig(Section):
     """Python interpreter that has SGLang on the compute nodes; null takes the one that runs the sidecar."""
     router_python: Text | None = None
     """Python interpreter that has sglang-router on the head node; null takes `python`, or the one that runs us."""
+    container: ContainerConfig | None = None
+    """Container that the engines run in; null runs them on the host."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the engines, on top of those of the node."""
     health: HealthConfig = HealthConfig()
     """Looks at running engines."""
     sim: SimConfig = SimConfig()
     """Settings of the simulated engine."""
+
+    @model_validator(mode="after")
+    def _one_python(self) -> EngineConfig:
+        if self.container is not None and self.python is not None:
+            raise ValueError(
+                f"has python: {self.python!r} of the host and a container; name the image's interpreter in "
+                "container.python and remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _times(self) -> EngineConfig:
@@ -328,9 +345,14 @@ class EngineConfig(Section):
     @field_validator("env")
     @classmethod
     def _env(cls, value: dict[str, str]) -> dict[str, str]:
-        for key in value:
+        for key, text in value.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
                 raise ValueError(f"has the key {key!r}, which is not a variable name; correct it")
             if key in {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"} or key.startswith(("SLURM_", "RELAX_")):
                 raise ValueError(f"sets {key}, which the tool or Slurm sets on every node; remove it")
+            if key == "GLOO_SOCKET_IFNAME" and re.search(r"[\^,]", text):
+                raise ValueError(
+                    f"sets {key} to {text!r}; Gloo takes the name of one interface and no list (NCCL takes lists), so "
+                    "engines over several nodes would end with `Unable to find address`; name one, such as eth0"
+                )
         return value

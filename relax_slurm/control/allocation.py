@@ -24,6 +24,10 @@ class Allocation(BaseModel):
     batch_host: str | None = None
     gpu_indexes: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     gpu_types: dict[str, str] = Field(default_factory=dict)
+    gpu_counts: dict[str, int] = Field(default_factory=dict)
+    """GPUs that a borrowed allocation has per node, where that is more than the plan wants."""
+    first_gpu: dict[str, int] = Field(default_factory=dict)
+    """Ordinal of the first GPU that this run uses, by node of a borrowed allocation."""
     proctrack: Proctrack = Proctrack.UNKNOWN
     head_hostname: str = ""
     head_boot_id: str = ""
@@ -46,6 +50,8 @@ class Allocation(BaseModel):
             nodes=self.nodes,
             gpu_indexes=self.gpu_indexes,
             gpu_types=self.gpu_types,
+            gpu_counts=self.gpu_counts,
+            first_gpu=self.first_gpu,
             batch_host=self.batch_host,
             job_ids=frozenset(self.job_ids),
             interface=interface,

@@ -45,3 +45,13 @@ def open_log(path: Path) -> BinaryIO:
     Not by umask, which engines would inherit and which would close the site's shared caches to others.
     """
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab")
+
+
+def tail(path: Path, limit: int = 16_384) -> str:
+    """The end of a log, at most `limit` bytes; empty when there is none."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - limit))
+            return stream.read(limit).decode(errors="replace")
+    except OSError:
+        return ""

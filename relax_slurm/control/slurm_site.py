@@ -14,6 +14,7 @@ from typing import Protocol
 
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control.allocation import Allocation
+from relax_slurm.control.borrow import Choice, Share, ShareBook, choose, step_label
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.control.steps import SlurmSteps, StepRunner
 from relax_slurm.core.binding import Backend
@@ -21,11 +22,16 @@ from relax_slurm.core.evidence import Proctrack
 from relax_slurm.core.plan import InferencePlacementPlan
 from relax_slurm.errors import StartupFailed
 from relax_slurm.slurm.command import Done, run_async
+from relax_slurm.slurm.container import own_mounts, step_options
 from relax_slurm.slurm.environment import JobEnvironment, read_job
-from relax_slurm.slurm.scontrol import parse_config, parse_jobs, show_config, show_job
+from relax_slurm.slurm.job_json import parse_jobs_json, show_job_json
+from relax_slurm.slurm.scontrol import JobRecord, parse_config, parse_jobs, show_config, show_job
+from relax_slurm.slurm.steps import list_steps, parse_steps
 from relax_slurm.wire.host import boot_id, interface_addresses, net_ns
 
 LOOPBACK = "127.0.0.1"
+BORROWED = "borrowed"
+"""`backend` of job.json for an allocation that we were started in (`control.backends.BackendKind`)."""
 _DOWN = re.compile(r"State=\S*(DOWN|NOT_RESPONDING|FAIL|\*)")
 
 
@@ -62,39 +68,62 @@ class SlurmSite:
         self.absent: frozenset[str] = frozenset()
         self._run_dir, self._config, self._plan, self._environ = run_dir, config, plan, environ
         self._job: JobEnvironment | None = None
+        self._borrowed = (run_dir.read("job.json") or {}).get("backend") == BORROWED
+        self._book: ShareBook | None = None
 
     async def allocate(self) -> Allocation:
         """See `Site.allocate`."""
         job = self._job = read_job(self._environ)
         wanted = [component.nodes for component in self._plan.components]
         seen = [len(names) for names in job.nodes]
-        if seen != wanted:
+        if seen != wanted and not self._borrowed:
             raise StartupFailed(
-                f"job {job.job_id} has components of {seen} nodes, the plan wants {wanted}; "
-                f"launch again, or borrow an allocation of that shape"
+                f"job {job.job_id} has components of {seen} nodes, the plan wants {wanted}; launch again"
             )
-        here = self._environ.get("SLURMD_NODENAME") or job.nodes[0][0]
+        # Unset on a login node, where an interactive allocation leaves its shell: then we are on none of the nodes.
+        here = self._environ.get("SLURMD_NODENAME")
         jobs, settings, nodes = await asyncio.gather(
             self._ask(show_job(job.job_id)),
             self._ask(show_config()),
-            self._ask(["scontrol", "show", "node", here]),
+            self._ask(["scontrol", "show", "node", here or job.nodes[0][0]]),
         )
         records = parse_jobs(jobs.out) if jobs.ok else ()
-        indexes = {node: gpus for record in records for node, gpus in record.gpus.items() if gpus is not None}
+        indexes = _indexes(records)
+        if records and not indexes:
+            # A text form that is not known. Newer versions tell the same as JSON.
+            again = await self._ask(show_job_json(job.job_id))
+            records = parse_jobs_json(again.out) if again.ok else records
+            indexes = _indexes(records)
+        counts = {node: len(gpus) for node, gpus in indexes.items()} if self._borrowed else {}
+        choice = await self._share(job, counts, here) if self._borrowed else None
         return Allocation(
             backend=Backend.SLURM,
-            nodes=job.nodes,
+            nodes=job.nodes if choice is None else choice.nodes,
+            gpu_counts=counts,
+            first_gpu={} if choice is None else choice.first_gpu,
             job_ids=job.component_ids,
             batch_host=here,
             gpu_indexes=indexes,
+            gpu_types={node: kind for record in records for node, kind in record.gpu_types.items()},
             proctrack=Proctrack.parse(parse_config(settings.out).get("ProctrackType") if settings.ok else None),
             head_hostname=socket.gethostname(),
             head_boot_id=boot_id(),
             head_net_ns=net_ns(),
-            head_address=_head_address(nodes, self._config.slurm.interface),
+            head_address=_head_address(nodes.out if here else "", self._config.slurm.interface),
             head_addresses=interface_addresses(),
             gpu_components=gpu_components(self._plan),
         )
+
+    async def _share(self, job: JobEnvironment, counts: Mapping[str, int], here: str | None) -> Choice:
+        """Our part of a borrowed allocation, written down for other runs in it."""
+        label = step_label(self._run_dir.run, self._run_dir.attempt)
+        listed = await self._ask(list_steps(job.component_ids))
+        living = [row.name for row in parse_steps(listed.out)] if listed.ok else None
+        book = self._book = ShareBook(self._run_dir.path.parent.parent, job.job_id, self._run_dir.run)
+        with book.open():
+            choice = choose(self._plan, job.nodes, counts, book.others(living), here)
+            book.take(Share(run=self._run_dir.run, label=label, gpus=choice.gpus))
+        return choice
 
     def runner(self, environ: Mapping[str, str], command: Sequence[str]) -> StepRunner:
         """See `Site.runner`."""
@@ -107,7 +136,9 @@ class SlurmSite:
             component_of=component_of,
             component_ids=self._job.component_ids,
             het=self._job.het,
+            label=step_label(self._run_dir.run, self._run_dir.attempt) if self._borrowed else "",
             extra=self._config.slurm.extra_srun,
+            container=step_options(self._config.engine.container, own_mounts(self._run_dir.path)),
         )
 
     async def node_answers(self, node: str) -> bool:
@@ -122,7 +153,12 @@ class SlurmSite:
         return done
 
 
-def _head_address(node: Done, interface: str | None) -> str:
+def _indexes(records: Sequence[JobRecord]) -> dict[str, tuple[int, ...]]:
+    """GPU indexes by node, as far as Slurm tells them."""
+    return {node: gpus for record in records for node, gpus in record.gpus.items() if gpus is not None}
+
+
+def _head_address(node: str, interface: str | None) -> str:
     """The address of the interface that the user names, else the one that the cluster uses (NodeAddr), else any."""
     found = {entry.interface: entry.address for entry in reversed(interface_addresses())}
     if interface is not None:
@@ -131,7 +167,7 @@ def _head_address(node: Done, interface: str | None) -> str:
                 f"slurm.interface is {interface!r}, which the head node does not have; it has {', '.join(found)}"
             )
         return found[interface]
-    match = re.search(r"\bNodeAddr=(\S+)", node.out)
+    match = re.search(r"\bNodeAddr=(\S+)", node)
     try:
         if match is not None:
             return socket.gethostbyname(match[1])

@@ -80,6 +80,10 @@ class SlurmSteps:
     """Slurm job id of each component."""
     het: bool
     extra: Sequence[str] = ()
+    container: Sequence[str] = ()
+    """Options that put the whole step into an image; one word each."""
+    label: str = ""
+    """End of the steps' names, so that runs in one borrowed allocation never end each other's steps."""
 
     async def start(self, node: str, output: Path) -> asyncio.subprocess.Process:
         """See `StepRunner.start`."""
@@ -88,19 +92,19 @@ class SlurmSteps:
             node,
             list(self.command),
             het_group=component if self.het else None,
-            name=f"sidecar-{node}",
-            extra=[word for line in self.extra for word in shlex.split(line)],
+            name=self._name(node),
+            extra=[*self.container, *(word for line in self.extra for word in shlex.split(line))],
             output=output,
         )
-        open_log(output).close()  # srun would make it readable for others
-        return await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=None,  # srun's own complaints belong to the supervisor's log
-            env=step_environment(self.environ),
-            start_new_session=True,
-        )
+        with open_log(output) as log:  # made here: srun would make it readable for others
+            return await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,  # srun's own complaints stand where people look for the node's words
+                env=step_environment(self.environ),
+                start_new_session=True,
+            )
 
     async def end(self, steps: Mapping[str, asyncio.subprocess.Process], *, force: bool) -> None:
         """See `StepRunner.end`."""
@@ -108,7 +112,7 @@ class SlurmSteps:
             for process in steps.values():
                 signal_child(process, signal.SIGINT)  # srun hands it to the task and to nothing else
             return
-        names = {f"sidecar-{node}" for node, process in steps.items() if process.returncode is None}
+        names = {self._name(node) for node, process in steps.items() if process.returncode is None}
         done = await run_async(list_steps(self.component_ids), env=self.environ)
         few = asyncio.Semaphore(AT_ONCE)
 
@@ -119,3 +123,6 @@ class SlurmSteps:
         await asyncio.gather(*(kill(row) for row in parse_steps(done.out) if row.name in names))
         for process in steps.values():
             signal_child(process, signal.SIGKILL)  # of the srun, whose task is dealt with
+
+    def _name(self, node: str) -> str:
+        return f"sidecar-{node}{self.label}"

@@ -39,6 +39,7 @@ from relax_slurm.core.evidence import Proctrack, step_proof
 from relax_slurm.core.placement_json import from_json
 from relax_slurm.core.plan import InferencePlacementPlan
 from relax_slurm.errors import RelaxError, StartupFailed
+from relax_slurm.slurm.explain import step_complaint
 from relax_slurm.wire.client import ControlClient, RemoteError
 from relax_slurm.wire.keys import credentials
 from relax_slurm.wire.messages import PeerKind
@@ -150,7 +151,9 @@ class Supervisor:
         return False
 
     def _sidecar_command(self) -> list[str]:
-        return [sys.executable, "-m", "sidecars.node", "--run-dir", str(self._run_dir.path)]
+        container = self._config.engine.container
+        python = container.python if container is not None and container.runtime == "pyxis" else sys.executable
+        return [python, "-m", "sidecars.node", "--run-dir", str(self._run_dir.path)]
 
     async def _keep_gateway(self, listener: socket.socket) -> None:
         """Start the gateway again when it ends, a bounded number of times; forwarding has no state to lose.
@@ -180,9 +183,15 @@ class Supervisor:
         restarts = Restarts(0 if node in self._site.absent else STEP_RESTARTS)
         while True:
             code = await self._step(node, runner)
-            self._run_dir.append_event({"event": "step_over", "node": node, "code": code, "final": restarts.last})
+            event = {"event": "step_over", "node": node, "code": code, "final": restarts.last}
             if self._ending.is_set():
+                self._run_dir.append_event(event)
                 return
+            complaint = step_complaint(logs.tail(self._run_dir.logs / f"{node}_sidecar.log")) if code else None
+            if complaint is not None:
+                event["complaint"] = complaint
+                log.error("the step of node %s ended with %d: %s", node, code, complaint)
+            self._run_dir.append_event(event)
             proof = step_proof(self._proctrack, node_answered=await self._site.node_answers(node))
             answer: dict[str, Any] | None = None
             while answer is None and not self._ending.is_set():

@@ -73,6 +73,9 @@ def worker_args(
     }
     if engine.python is not None:
         spec["python"] = engine.python
+    if engine.container is not None and engine.container.runtime != "pyxis":
+        spec["python"] = engine.container.python
+        spec["container"] = engine.container.model_dump(mode="json")
     return {
         "spec": spec,
         "guard": {"host": binding.address, "port": binding.ports.guard, "generation": generation},

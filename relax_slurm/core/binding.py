@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from relax_slurm.core.binding_address import choose_addresses
 from relax_slurm.core.binding_advice import advice
-from relax_slurm.core.binding_node import NodeGpus, identify
+from relax_slurm.core.binding_mask import parse_indexes
+from relax_slurm.core.binding_node import NodeGpus, identify, part
 from relax_slurm.core.binding_plan import check_plan, port_owners
 from relax_slurm.core.binding_rules import (
     check_machines,
@@ -119,8 +120,14 @@ def _look_at(
 ) -> NodeGpus:
     """The GPUs of one node; adds what is wrong with them to `problems`."""
     component = next((entry for entry in plan.components if entry.index == pool.component), None)
-    wanted = component.gpus_per_node if component is not None else pool.gpus_per_node
-    gpus = identify(name, report, facts, pool.component, wanted)
+    planned = component.gpus_per_node if component is not None else pool.gpus_per_node
+    whole = facts.gpu_counts.get(name, planned)
+    step = parse_indexes(report.environ.get("SLURM_STEP_GPUS"))
+    if len(step.numbers) == planned and not facts.first_gpu.get(name):
+        whole = planned  # the step was given its part of the node by the user's own srun options
+    gpus = identify(name, report, facts, pool.component, whole)
+    if whole != planned:
+        gpus = part(gpus, facts.first_gpu.get(name, 0), planned)
     problems += gpus.problems
     problems += check_type(name, pool.gpu_type, facts, gpus)
     if gpus.verdict is Verdict.CANNOT_VERIFY and not allow_unverified:

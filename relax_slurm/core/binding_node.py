@@ -10,7 +10,7 @@ as the claim, so they can refute it and never prove it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relax_slurm.core.binding_mask import Mask, MaskKind, parse_indexes, parse_mask
 from relax_slurm.core.binding_types import AllocationFacts, Backend, BoundGpu, Problem, Says, Source, Verdict
@@ -309,6 +309,12 @@ def identify(name: str, report: NodeReport, facts: AllocationFacts, component: i
         for slot, (index, (entry, number)) in enumerate(zip(indexes, _entries(indexes, mask, devices), strict=True))
     )
     return NodeGpus(gpus, devices, verdict, reason, tuple(work.sources), tuple(work.problems))
+
+
+def part(node: NodeGpus, first: int, count: int) -> NodeGpus:
+    """`count` GPUs of a node from the ordinal `first` on; slots are counted anew, identities stay."""
+    gpus = tuple(replace(gpu, slot=slot) for slot, gpu in enumerate(node.gpus[first : first + count]))
+    return replace(node, gpus=gpus, devices=node.devices[first : first + count])
 
 
 def _verdict(work: _Comparison, claim: tuple[int, ...] | None, doubt: str) -> tuple[Verdict, str]:

@@ -99,7 +99,7 @@ def _check_step(name: str, report: NodeReport, facts: AllocationFacts) -> Iterat
 def check_type(name: str, wanted: str | None, facts: AllocationFacts, gpus: NodeGpus) -> Iterator[Problem]:
     """GPU type against the allocation's; NVML's product name only has to be the same over one node."""
     given = facts.gpu_types.get(name)
-    if wanted is not None and given is not None and given != wanted:
+    if wanted is not None and given is not None and given.casefold() != wanted.casefold():
         yield Problem(name, "GPU type is not as planned", source="scontrol show job -d", seen=given, wanted=wanted)
     kinds = sorted({device.name for device in gpus.devices if device is not None})
     if len(kinds) > 1:

@@ -117,6 +117,10 @@ class AllocationFacts:
     """Physical GPU indexes per node (`scontrol show job -d`); a node that is missing is unknown."""
     gpu_types: Mapping[str, str] = field(default_factory=dict)
     """GRES type per node where the allocation has one."""
+    gpu_counts: Mapping[str, int] = field(default_factory=dict)
+    """GPUs per node of a borrowed allocation, which may have more than the plan wants; a missing node has as many."""
+    first_gpu: Mapping[str, int] = field(default_factory=dict)
+    """Where the plan's GPUs begin among those of a borrowed node; 0 for a missing node."""
     batch_host: str | None = None
     """The node the batch script runs on: the only one whose SLURM_JOB_GPUS is its own."""
     job_ids: frozenset[str] = frozenset()

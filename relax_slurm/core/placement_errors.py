@@ -1,12 +1,12 @@
 """Every way a plan is refused, one class per rule (exit code 3).
 
-`rule` is the rule in one sentence; docs/placement.md is generated from these classes. The message of an
-instance says which key broke it and with which numbers.
+`rule` is the rule in one sentence; the table of docs/placement.md is generated from these classes and from the run
+files that break them in the tests (tools/placement_rules.py). The message of an instance says which key broke it and
+with which numbers; `code` and `detail.rule` say which rule in JSON.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import ClassVar
 
 from relax_slurm.errors import PlanRefused
@@ -16,6 +16,9 @@ class Refusal(PlanRefused):
     """Base of all placement refusals."""
 
     rule: ClassVar[str] = ""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, detail={"rule": self.rule})
 
 
 class UnknownPool(Refusal):
@@ -263,16 +266,5 @@ class PortEphemeral(Refusal):
     rule = "The port window lies outside the ephemeral range and above 1023."
 
 
-def rules_table() -> str:
-    """The table of docs/placement.md: every rule with the code of its refusal."""
-    lines = ["| rule | code |", "|---|---|"]
-    lines += [f"| {refusal.rule} | `{refusal.code}` |" for refusal in ALL]
-    return "\n".join(lines) + "\n"
-
-
 ALL: tuple[type[Refusal], ...] = tuple(Refusal.__subclasses__())
 """All refusals in the order of this file."""
-
-
-if __name__ == "__main__":
-    sys.stdout.write(rules_table())

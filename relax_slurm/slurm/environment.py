@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from relax_slurm.errors import StartupFailed
+from relax_slurm.errors import StartupFailed, shown
 from relax_slurm.slurm.hostlist import HostListError, expand
 
 MAX_COMPONENTS = 128
@@ -168,7 +168,7 @@ def _want(env: Mapping[str, str], name: str) -> str:
 def _number(env: Mapping[str, str], name: str, low: int, high: int) -> int:
     value = _want(env, name)
     if not re.fullmatch(r"[0-9]{1,19}", value) or not low <= int(value) <= high:
-        raise StartupFailed(f"{name} is {value!r}, wanted a number from {low} to {high}")
+        raise StartupFailed(f"{name} is {shown(value)}, wanted a number from {low} to {high}")
     return int(value)
 
 

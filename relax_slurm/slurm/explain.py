@@ -6,8 +6,9 @@ import re
 from enum import StrEnum
 
 _SHAPE = (
-    "no node has that many GPUs of that type, CPUs or that much memory at once; lower "
-    "pools.POOL.gpus_per_node, cpus_per_node or mem, or correct gpu_type (`sinfo -o '%P %G %c %m'` shows what there is)"
+    "no node has that many GPUs of that type, CPUs or that much memory at once, or there are not that many nodes; "
+    "lower pools.POOL.gpus_per_node, nodes, cpus_per_node or mem, or correct gpu_type "
+    "(`sinfo -o '%P %D %G %c %m'` shows what there is)"
 )
 _GRES = "Slurm does not know that GPU type or count; correct gpu_type, or switch slurm.gpu_request"
 _STEP_GRES = "the step asks for other GPUs than its component holds; remove GPU options from slurm.extra_srun"
@@ -94,6 +95,19 @@ PENDING: tuple[tuple[str, Clears, str], ...] = (
 def refusal(words: str) -> str | None:
     """What to do about a complaint of sbatch or srun; None for one that is not known."""
     return next((advice for pattern, advice in _REFUSALS if re.search(pattern, words)), None)
+
+
+def step_complaint(log: str) -> str | None:
+    """The last complaint of srun itself in a step's log, with what to do about it; None when srun said nothing.
+
+    What srun says about every step that ends badly ("task 0: Exited with exit code 1") is no reason and left out.
+    """
+    for line in reversed(log.splitlines()):
+        found = re.match(r"srun: (?:error|fatal): (?!.*task \d+: |.*launch failed)(.+)", line.strip()[:500])
+        if found is not None:
+            advice = refusal(found[1])
+            return f"srun: {found[1]}" + (f"; {advice}" if advice else "")
+    return None
 
 
 def pending(reason: str) -> str | None:

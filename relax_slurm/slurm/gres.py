@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from relax_slurm.errors import ConfigError
+from relax_slurm.errors import ConfigError, shown
 
 NOTHING = frozenset({"", "(null)", "none", "null"})
 UNKNOWN = "N/A"
@@ -100,7 +100,7 @@ def parse_idx(text: str) -> tuple[int, ...] | None:
         return None
     indexes = sorted(index for item in gpus for index in item.indexes or ())
     if len(set(indexes)) != len(indexes):
-        raise GresError(f"GRES string {text!r} names a GPU index twice, wanted each one once")
+        raise GresError(f"GRES string {shown(text)} names a GPU index twice, wanted each one once")
     return tuple(indexes)
 
 
@@ -110,11 +110,15 @@ def parse_ranges(text: str) -> tuple[int, ...]:
     for piece in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", piece.strip(), re.ASCII)
         if match is None:
-            raise GresError(f"index list {text!r} has the piece {piece!r}, wanted numbers and ranges")
+            raise GresError(f"index list {shown(text)} has the piece {shown(piece)}, wanted numbers and ranges")
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low or high > MAX_INDEX:
-            raise GresError(f"index list {text!r} has the range {piece!r}, wanted it ascending, up to {MAX_INDEX}")
+            raise GresError(
+                f"index list {shown(text)} has the range {shown(piece)}, wanted it ascending, up to {MAX_INDEX}"
+            )
         found += range(low, high + 1)
+        if len(found) > MAX_INDEX + 1:
+            raise GresError(f"index list {shown(text)} names more than {MAX_INDEX + 1} devices")
     return tuple(found)
 
 
@@ -135,25 +139,25 @@ def _split(text: str) -> Iterator[str]:
 def _item(entry: str, text: str) -> GresItem:
     match = _ITEM.fullmatch(entry)
     if match is None:
-        raise GresError(f"GRES string {text!r} has the entry {entry!r}, wanted NAME[:TYPE][:COUNT]")
+        raise GresError(f"GRES string {shown(text)} has the entry {shown(entry)}, wanted NAME[:TYPE][:COUNT]")
     fields = [field for field in match["fields"].split(":")[1:] if field != "no_consume"]
     count: int | None = _number(match["equals"]) if match["equals"] else None
     if count is None and fields and _COUNT.fullmatch(fields[-1]):
         count = _number(fields.pop())
     if len(fields) > 1:
-        raise GresError(f"GRES string {text!r} has the entry {entry!r} with several types, wanted one")
+        raise GresError(f"GRES string {shown(text)} has the entry {shown(entry)} with several types, wanted one")
     indexes = _indexes(match["notes"])
     if count is None:
         count = 1
     if indexes is not None and len(indexes) != count:
-        raise GresError(f"GRES string {text!r} states {count} devices and {len(indexes)} indexes, wanted as many")
+        raise GresError(f"GRES string {shown(text)} states {count} devices and {len(indexes)} indexes, wanted as many")
     return GresItem(match["name"], fields[0] if fields else None, count, indexes)
 
 
 def _number(text: str) -> int:
     match = _COUNT.fullmatch(text)
     if match is None:
-        raise GresError(f"{text!r} is not a resource count")
+        raise GresError(f"{shown(text)} is not a resource count")
     return int(match[1]) * _SCALE[match[2].lower()]
 
 

@@ -19,7 +19,7 @@ from relax_slurm.config.base import directive_fault
 from relax_slurm.config.models import RunConfig
 from relax_slurm.config.options import is_option
 from relax_slurm.core.plan import ComponentPlan, InferencePlacementPlan
-from relax_slurm.errors import ConfigError, PlanRefused
+from relax_slurm.errors import ConfigError, PlanRefused, StartupFailed
 from relax_slurm.slurm.steps import log_pattern
 
 TEMPLATE = "run.sbatch"
@@ -57,7 +57,7 @@ def render(plan: InferencePlacementPlan, config: RunConfig, paths: ScriptPaths) 
     blocks = ["\n".join(_block(component, plan, config, paths)) for component in plan.components]
     values = {
         "directives": separator.join(blocks),
-        "setup": "\n".join(config.slurm.setup),
+        "setup": "\n".join(setup_lines(config)),
         "command": shlex.join(paths.command),
     }
     for line in config.slurm.setup:
@@ -67,6 +67,19 @@ def render(plan: InferencePlacementPlan, config: RunConfig, paths: ScriptPaths) 
             )
     template = _template(config.slurm.template)
     return _MARK.sub(lambda mark: values[mark[1]], template)
+
+
+def setup_lines(config: RunConfig) -> list[str]:
+    """Shell lines before the supervisor: modules, virtual environment, the user's own."""
+    slurm = config.slurm
+    lines = []
+    if slurm.modules:
+        # A batch shell is no login shell; some sites define `module` in the profile only.
+        lines.append("type module >/dev/null 2>&1 || . /etc/profile")
+        lines += [f"module load {shlex.quote(name)} || exit {StartupFailed.exit_code}" for name in slurm.modules]
+    if slurm.venv is not None:
+        lines.append(f". {shlex.quote(slurm.venv)}/bin/activate || exit {StartupFailed.exit_code}")
+    return [*lines, *slurm.setup]
 
 
 def comment(config: RunConfig, tag: str) -> str:

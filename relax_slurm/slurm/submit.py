@@ -21,9 +21,9 @@ from relax_slurm.slurm.job import JobRef
 SEARCH_TRIES = 5
 SEARCH_PAUSE_SECONDS = 1.0
 
-_BARE = re.compile(r"(?P<id>\d+)(?:;(?P<cluster>[\w.-]+))?", re.ASCII)
-_SENTENCE = re.compile(r"Submitted batch job (?P<id>\d+)(?: (?:on|in) cluster (?P<cluster>[\w.-]+))?", re.ASCII)
-_COMMENTED = re.compile(r"(?P<id>\d+)(?:\+\d+)?\|(?P<end>\w+\|[^|]*)\|(?P<comment>.*)", re.ASCII)
+_BARE = re.compile(r"(?P<id>\d{1,18})(?:;(?P<cluster>[\w.-]+))?", re.ASCII)
+_SENTENCE = re.compile(r"Submitted batch job (?P<id>\d{1,18})\b(?: (?:on|in) cluster (?P<cluster>[\w.-]+))?", re.ASCII)
+_COMMENTED = re.compile(r"(?P<id>\d{1,18})(?:\+\d+)?\|(?P<end>\w+\|[^|]*)\|(?P<comment>.*)", re.ASCII)
 _NEVER_WAS = re.compile(r"CANCELLED\||FAILED\|BadConstraints")
 """State and reason of what a refused het job leaves behind: the part that was refused and the parts before it."""
 _LOST = re.compile(

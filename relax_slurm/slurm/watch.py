@@ -32,7 +32,7 @@ ENDED = frozenset(
 )
 """Slurm's final states; everything else that is not WAITING still holds nodes (RUNNING, COMPLETING, SUSPENDED, …)."""
 
-_ROW_ID = re.compile(r"(?P<job>\d+)(?:\+(?P<offset>\d+)|_(?P<task>\d+|\[[^\]]*\]))?(?P<step>\.\w+)?", re.ASCII)
+_ROW_ID = re.compile(r"(?P<job>\d{1,18})(?:\+(?P<offset>\d{1,6})|_(?P<task>\d+|\[[^\]]*\]))?(?P<step>\.\w+)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,11 @@ def squeue(job_ids: Iterable[str]) -> list[str]:
         f"--format={FORMAT}",
         f"--jobs={','.join(job_ids)}",
     ]
+
+
+def sacct(job_id: str) -> list[str]:
+    """sacct for a job that the controller has forgotten; works on sites with accounting only."""
+    return ["sacct", "--allocations", "--noheader", "--parsable2", "--format=JobID,State", f"--jobs={job_id}"]
 
 
 def parse_rows(text: str) -> tuple[JobRow, ...]:
@@ -117,24 +122,39 @@ def view_of(done: Done, job_id: str, last: JobView | None) -> JobView:
     return JobView(JobState.UNKNOWN, () if last is None else last.components, done.words, known)
 
 
+def remembered(done: Done, job_id: str) -> JobView | None:
+    """What accounting says about a forgotten job. None when it cannot say: no accounting, no answer, or rows that still
+    call it alive, which a controller without a record of the job contradicts."""
+    view = fold(parse_rows(done.out), job_id) if done.ok else None
+    return view if view is not None and view.state is JobState.ENDED else None
+
+
 class Tracker:
-    """Asks squeue about one job and keeps the last answer."""
+    """Asks squeue about one job and keeps the last answer; sacct, once, when the controller has forgotten the job."""
 
     def __init__(self, job: JobRef, *, seconds: float = SECONDS, env: Mapping[str, str] | None = None) -> None:
         self.job = job
         self._seconds = seconds
         self._env = env
         self.view: JobView | None = None
+        self._remembered: JobView | None = None
+        self._asked_accounting = False
 
     def poll(self, seconds: float | None = None) -> JobView:
         """Look now. Blocks for at most the time limit (or `seconds`); never raises for a failing command."""
-        self.view = view_of(self._ask(self._seconds if seconds is None else seconds), self.job.job_id, self.view)
-        return self.view
+        limit = self._seconds if seconds is None else seconds
+        view = view_of(self._ask(squeue([self.job.job_id]), limit), self.job.job_id, self.view)
+        if view.state is JobState.GONE:
+            if not self._asked_accounting:
+                self._asked_accounting = True
+                self._remembered = remembered(self._ask(sacct(self.job.job_id), limit), self.job.job_id)
+            view = self._remembered or view
+        self.view = view
+        return view
 
-    def _ask(self, seconds: float) -> Done:
-        argv = squeue([self.job.job_id])
+    def _ask(self, argv: list[str], seconds: float) -> Done:
         if self.job.cluster is not None:
-            argv.append(f"--clusters={self.job.cluster}")
+            argv = [*argv, f"--clusters={self.job.cluster}"]
         return run(argv, seconds=seconds, env=self._env)
 
 

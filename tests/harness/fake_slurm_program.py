@@ -190,6 +190,8 @@ def srun(state, words):
     """Run the command once, as the one task of a step on the named node."""
     at = next(index for index, word in enumerate(words) if not word.startswith("-"))
     options, command = words[:at], words[at:]
+    with open(state.folder / "srun.log", "a", encoding="utf-8") as log:
+        log.write(shlex.join(words) + "\n")
     job = state.job_of(int(os.environ["SLURM_JOB_ID"]))
     group = int(option(options, "--het-group", "0"))
     node = option(options, "--nodelist")

@@ -290,7 +290,7 @@ class SlurmCluster:
         etc = self.base / "etc"
         (etc / "slurm.conf").write_text(slurm_conf(self.spec), encoding="utf-8")
         (etc / "gres.conf").write_text(gres_conf(self.spec), encoding="utf-8")
-        (etc / "cgroup.conf").write_text(cgroup_conf(slurm_version()), encoding="utf-8")
+        (etc / "cgroup.conf").write_text(cgroup_conf(slurm_version(), self.spec.proctrack), encoding="utf-8")
         (etc / "plugstack.conf").write_text("", encoding="utf-8")
         if self.spec.task_prolog is not None:
             self.spec.task_prolog.write_text(self._task_prolog or "", encoding="utf-8")

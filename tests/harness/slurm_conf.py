@@ -128,8 +128,9 @@ def gpu_links(spec: ClusterSpec) -> dict[Path, Path]:
     return {spec.base / "dev" / f"nvidia{index}": Path("/dev/null") for index in range(spec.gpus)}
 
 
-def cgroup_conf(version: tuple[int, int]) -> str:
+def cgroup_conf(version: tuple[int, int], proctrack: str) -> str:
     """cgroup.conf. The plugin must be named: autodetection fails on machines without a cgroup v2 tree."""
-    plugin = "cgroup/v1" if version < (23, 0) else "disabled"
+    old = version < (23, 0)
+    plugin = "cgroup/v1" if old or proctrack.endswith("cgroup") else "disabled"
     constrain = "ConstrainCores=no\nConstrainRAMSpace=no\nConstrainDevices=no\n"
-    return f"CgroupAutomount=no\n{constrain}CgroupPlugin={plugin}\n"
+    return f"{'CgroupAutomount=no' if old else ''}\n{constrain}CgroupPlugin={plugin}\n"

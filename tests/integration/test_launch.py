@@ -24,6 +24,8 @@ ROLES = ("rollout", "genrm", "teacher")
 SHIPPED = [name for name in resources.names("configs") if name not in ("cluster-example.yaml", "external.yaml")]
 """Those that need nothing from outside; the other one is in test_external.py."""
 
+JUDGES = ("judge/replica-0", "judge/replica-1")
+
 
 def shipped(name: str, **changes: Any) -> dict[str, Any]:
     """A shipped run file with shorter times; pools, roles and placement are as they are."""
@@ -130,9 +132,31 @@ def test_every_shipped_run_file_comes_up_and_goes_away(new: NewRun, site: Site, 
     run.nothing_left()
 
 
+@pytest.mark.parametrize("site", [SLURM], indirect=True)
+@pytest.mark.parametrize("name", ["defer-16", "split-16"])
+def test_the_source_systems_examples_come_up_on_simulated_engines(new: NewRun, site: Any, name: str) -> None:
+    text = (resources.folder("configs") / "source" / f"{name}.yaml").read_text(encoding="utf-8")
+    quick = {
+        "control": {"beat_seconds": 0.25, "silence_seconds": 5},
+        "engine": {"program": "sim", "sim": {"startup_seconds": 0.05}},
+        "slurm": {"time": "0:10:00"},
+    }
+    run = new(merged(yaml.safe_load(text), quick))
+    document = run.up()
+    states = {replica["replica"]: replica["state"] for replica in document["replicas"]}
+    if name == "defer-16":
+        assert states == dict.fromkeys([*(f"policy/replica-{n}" for n in range(8)), *JUDGES], "SLEEPING")
+    else:
+        assert states == dict.fromkeys([*(f"policy/replica-{n}" for n in range(4)), JUDGES[0]], "READY")
+        generate(run, "rollout")
+        generate(run, "genrm")
+    assert run.call("stop").rc == 0
+    run.nothing_left()
+
+
 def everything_sleeps(run: LaunchedRun, document: dict[str, Any], nodes: dict[str, Any]) -> None:
     """The end of a deferred start: roles have been up one after the other, and hold only what a process keeps."""
-    assert document["leases"] == dict.fromkeys(ROLES, "SLEEPING")
+    assert {role: document["leases"][role] for role in ROLES} == dict.fromkeys(ROLES, "SLEEPING")
     assert {replica["state"] for replica in document["replicas"]} == {"SLEEPING"}
     per_gpu: dict[int, float] = {}
     for entry in run.held():

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,28 @@ def test_an_engine_that_never_gets_healthy_fails_the_launch_in_time(new: NewRun)
     assert "judge/replica-0" in message
     assert "2 s" in message, message
     run.nothing_left()
+
+
+@pytest.mark.parametrize("site", [SLURM], indirect=True)
+def test_the_doctor_sees_that_a_job_would_wait_for_ever(new: NewRun, site: Any) -> None:
+    good = new(small())
+    done = command_line(good.site, "doctor", str(good.config), "--json")
+    assert done.rc == 0, done.said
+    assert {entry["what"] for entry in done.json["findings"]} >= {"scheduler", "partition main*", "ProctrackType"}
+    pools = {name: {"nodes": nodes, "gpus_per_node": 8} for name, nodes in (("one", 2), ("two", 3))}
+    roles = {
+        role: {"pool": pool, "models": {"m": {"model_path": "sim/m", "gpus": nodes * 8}}}
+        for role, pool, nodes in (("rollout", "one", 2), ("genrm", "two", 3))
+    }
+    body = small() | {"placement": "decoupled", "job_shape": "het", "pools": pools, "roles": roles}
+    del body["training"]
+    large = new(body)
+    done = command_line(large.site, "doctor", str(large.config), "--json")
+    assert done.rc == 4, done.said
+    (finding,) = [entry for entry in done.json["findings"] if entry["level"] == "bad"]
+    assert finding["seen"] == "5 nodes wanted by one + two, 4 there for all of them"
+    assert large.launch("--dry-run").rc == 0
+    site.cluster.run("sbatch", "--test-only", large.run_dir.path / "job.sbatch")  # Slurm itself sees nothing wrong
 
 
 @pytest.mark.parametrize("site", [FAKE], indirect=True)
@@ -197,3 +220,15 @@ def test_a_disk_that_is_full_is_said_as_that(new: NewRun, site: Site, tmp_path: 
         command_line(site, "stop", run.name, "--timeout", "10", RELAX_RUNS_ROOT=str(small_disk))
     finally:
         subprocess.run(["umount", "--lazy", str(small_disk)], check=True)
+
+
+@pytest.mark.parametrize("site", [SLURM], indirect=True)
+def test_a_step_that_slurm_refuses_is_told_with_sruns_words(new: NewRun, site: Any) -> None:
+    run = new(small(slurm={"extra_srun": ["--cpus-per-task=64"]}, control={"bind_seconds": 8}))
+    done = run.launch("--json")
+    assert done.rc == 5, done.said
+    complaints = [event["complaint"] for event in run.events("step_over") if "complaint" in event]
+    assert complaints, run.logs()
+    assert all(complaint.startswith("srun: ") for complaint in complaints)
+    assert "srun: error:" in next(run.run_dir.logs.glob("*_sidecar.log")).read_text()
+    run.nothing_left()

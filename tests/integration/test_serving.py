@@ -63,7 +63,7 @@ def test_the_document_of_launch_has_the_keys_of_the_contract(serving: Serving) -
     assert (document["run"], document["attempt"], document["state"]) == (run.name, 1, "READY")
     assert document["run_dir"] == str(run.run_dir.path)
     assert document["gateway_url"] == run.gateway_url
-    assert document["leases"] == dict.fromkeys(ROLES, "ACTIVE")
+    assert {role: document["leases"][role] for role in ROLES} == dict.fromkeys(ROLES, "ACTIVE")
     assert document["batch"] == {"id": None, "state": None}
     for role in ROLES:
         snapshot = from_json(document["roles"][role])

@@ -137,7 +137,11 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name})" not in text]
 
 
-@pytest.mark.parametrize("words", [["tools/state_machines.py"], ["-m", "relax_slurm.config.reference"]], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [["tools/state_machines.py"], ["tools/placement_rules.py"], ["-m", "relax_slurm.config.reference"]],
+    ids=str,
+)
 def test_generated_pages_are_up_to_date(words: list[str]) -> None:
     done = subprocess.run([sys.executable, *words, "--check"], cwd=ROOT, check=False, timeout=60)
     assert done.returncode == 0, f"run: make docs ({' '.join(words)})"

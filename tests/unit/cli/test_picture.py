@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from relax_slurm.cli.picture import picture
 from relax_slurm.config.load import from_mapping, load
 from relax_slurm.core.placement import plan
@@ -65,6 +67,12 @@ def test_large_pools_are_folded() -> None:
     assert "  nodes 0-999, all alike: bundles 0-7999" in drawn
     assert "  node 1001: bundles 8008-8015" in drawn
     assert "  teacher:  T T T T . . . ." in drawn
+
+
+@pytest.mark.parametrize("name", ["defer-16", "split-16", "distill-128"])
+def test_the_page_shows_the_source_systems_examples_as_they_are_planned(name: str) -> None:
+    drawn = picture(plan(load(ROOT / "configs" / "source" / f"{name}.yaml", environ={})))
+    assert drawn.partition("\n\n")[0] in (ROOT / "docs" / "placement.md").read_text(encoding="utf-8")
 
 
 def test_placeholders_have_a_letter_of_their_own() -> None:

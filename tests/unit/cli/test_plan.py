@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -142,3 +143,78 @@ def test_commands_are_in_the_plans_order() -> None:
     made = plan(from_mapping(MULTI))
     places = [(command.replica_id, command.node_rank, command.node) for command in planned_commands(made)]
     assert places == [("m/replica-0", 0, 0), ("m/replica-0", 1, 1), ("j/replica-0", 0, 0), ("j/replica-1", 0, 0)]
+
+
+def test_json_has_bundles_components_steps_ports_and_addresses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb.run(arguments(str(ROOT / "configs" / "defer.yaml"), "--json")) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["bundles"] == [
+        {"pool": "actor", "phase": 0, "role": "rollout", "bundles": [[0, 7]]},
+        {"pool": "actor", "phase": 1, "role": "genrm", "bundles": [[0, 7]]},
+        {"pool": "actor", "phase": 2, "role": "teacher", "bundles": [[0, 7]]},
+        {"pool": "actor", "phase": None, "role": "training", "bundles": [[0, 7]]},
+    ]
+    assert [(entry["name"], entry["nodes"], entry["gpus_per_node"]) for entry in document["components"]] == [
+        ("actor", 1, 8)
+    ]
+    (step,) = document["steps"]
+    assert step["argv"][:2] == ["srun", "--overlap"]
+    assert "--nodelist=actor[n]" in step["argv"]
+    assert not [word for word in step["argv"] if word.startswith("--het-group")]
+    assert [entry["replica"] for entry in document["ports"]] == [entry["replica_id"] for entry in document["engines"]]
+    for entry, engine in zip(document["ports"], document["engines"], strict=True):
+        assert f"--port {entry['http']}" in " ".join(engine["argv"])
+    assert document["addresses"]["guards"]["policy/replica-0"] == "http://actor[0]:20001"
+    assert document["addresses"]["head"] == "first node of component 0 (actor)"
+
+
+def test_steps_of_a_het_job_name_their_component_and_a_head_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "configs" / "decoupled.yaml")
+    assert verb.run(arguments(path, "--set=head={}", "--set=slurm.extra_srun=['--mem=10G']", "--json")) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [entry["component"] for entry in document["steps"]] == [1, 2, 3]
+    for entry in document["steps"]:
+        assert f"--het-group={entry['component']}" in entry["argv"]
+        assert "--mem=10G" in entry["argv"]
+    assert document["addresses"]["head"] == "first node of component 0 (head)"
+
+
+def test_containers_are_shown_around_the_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "configs" / "source" / "split-16.yaml")
+    apptainer = "--set=engine.container={runtime: apptainer, image: /i.sif, python: /usr/bin/python3}"
+    assert verb.run(arguments(path, apptainer)) == 0
+    shown = capsys.readouterr().out
+    assert " /i.sif /usr/bin/python3 -m sglang.launch_server --model-path /models/policy" in shown
+    assert "container-image" not in shown
+    assert verb.run(arguments(path, apptainer.replace("apptainer", "pyxis"))) == 0
+    shown = capsys.readouterr().out
+    assert "--container-image=/i.sif" in shown
+    assert "gpu 0,1: /usr/bin/python3 -m sglang.launch_server" in shown
+
+
+def test_the_svg_is_one_small_document_with_a_square_per_bundle(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb.run(arguments(str(ROOT / "configs" / "defer.yaml"), "--svg")) == 0
+    drawn = ElementTree.fromstring(capsys.readouterr().out)
+    space = "{http://www.w3.org/2000/svg}"
+    hints = [entry.text for entry in drawn.iter(f"{space}title")]
+    assert hints[0] == "defer: defer"
+    assert hints.count("bundle 7: genrm") == 1
+    squares = [entry for entry in drawn.iter(f"{space}rect") if list(entry)]
+    assert len(squares) == 4 * 8, "three roles and training over eight bundles"
+    words = [entry.text for entry in drawn.iter(f"{space}text")]
+    assert {"phase 0  rollout", "phase 1  genrm", "phase 2  teacher", "training", "node 0"} <= set(words)
+
+
+def test_a_thousand_nodes_are_one_folded_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        str(ROOT / "configs" / "source" / "distill-128.yaml"),
+        "--set=pools.actor.nodes=1024",
+        "--set=training.gpus=8192",
+        "--set=roles.rollout.models.policy.gpus=8184",
+    ]
+    assert verb.run(arguments(*words, "--svg")) == 0
+    drawn = capsys.readouterr().out
+    assert len(drawn) < 20_000
+    assert "nodes 0-1022" in drawn
+    assert verb.run(arguments(*words)) == 0
+    assert "nodes 0-1022, all alike: bundles 0-8183" in capsys.readouterr().out

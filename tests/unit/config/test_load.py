@@ -168,6 +168,21 @@ def test_the_stronger_cluster_file_wins(run_file: Path, tmp_path: Path) -> None:
     assert load(run_file, [f"cluster={tmp_path / 'three'}"], environ).slurm.account == "three"
 
 
+def test_a_cluster_file_that_nobody_named_is_found(run_file: Path, tmp_path: Path) -> None:
+    run_file.write_text(RUN)
+    own = tmp_path / "home" / ".config" / "relax-slurm" / "cluster.yaml"
+    environ = {"HOME": str(tmp_path / "home")}
+    assert load(run_file, (), environ).slurm.account is None
+    own.parent.mkdir(parents=True)
+    own.write_text("slurm: {account: found}\n")
+    config = load(run_file, (), environ)
+    assert (config.slurm.account, config.cluster) == ("found", str(own))
+    assert load(run_file, (), environ | {"XDG_CONFIG_HOME": str(tmp_path)}).slurm.account is None
+    assert load(run_file, (), environ | {"RELAX_CLUSTER_FILE": "none"}).slurm.account is None
+    (tmp_path / "named").write_text("slurm: {account: named}\n")
+    assert load(run_file, (), environ | {"RELAX_CLUSTER_FILE": str(tmp_path / "named")}).slurm.account == "named"
+
+
 def test_a_cluster_file_describes_the_site_only(run_file: Path, tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.yaml"
     environ = {"RELAX_CLUSTER_FILE": str(cluster)}

@@ -147,6 +147,33 @@ def test_other_srun_options_are_kept(line: str) -> None:
     assert from_mapping(run(slurm={"extra_srun": [line]})).slurm.extra_srun == (line,)
 
 
+@pytest.mark.parametrize(
+    ("container", "words"),
+    [
+        ({"runtime": "docker", "image": "x"}, "engine.container.runtime"),
+        ({"runtime": "apptainer"}, "engine.container.image"),
+        ({"runtime": "apptainer", "image": "a", "mounts": ["models:/models"]}, "absolute paths"),
+        ({"runtime": "apptainer", "image": "a", "mounts": ["/a:/b:rx"]}, "HOST:INSIDE"),
+        ({"runtime": "apptainer", "image": "a", "options": ["nv"]}, "is not an option"),
+        ({"runtime": "pyxis", "image": "a b"}, "several words"),
+    ],
+)
+def test_containers_that_cannot_work_are_refused(container: dict[str, Any], words: str) -> None:
+    assert words in refusal(engine={"container": container})
+
+
+def test_a_container_brings_its_own_python() -> None:
+    message = refusal(engine={"python": "/usr/bin/python3", "container": {"runtime": "apptainer", "image": "a.sif"}})
+    assert "name the image's interpreter in container.python" in message
+
+
+@pytest.mark.parametrize("value", ["^lo,docker", "eth0,eth1"])
+def test_case_17_gloo_takes_one_interface_and_no_list(value: str) -> None:
+    assert "name one, such as eth0" in refusal(engine={"env": {"GLOO_SOCKET_IFNAME": value}})
+    env = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "^lo,docker"}
+    assert from_mapping(run(engine={"env": env})).engine.env == env
+
+
 @given(st.sampled_from(sorted(SBATCH.owned)), st.data())
 def test_no_prefix_of_an_owned_option_gets_through(option: str, data: st.DataObject) -> None:
     if option.startswith("--"):

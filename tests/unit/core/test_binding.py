@@ -343,6 +343,29 @@ def test_a_step_on_part_of_a_borrowed_node_is_confirmed() -> None:
     assert bound.nodes[0].verdict is Verdict.CONFIRMED
 
 
+def test_part_of_a_borrowed_node_is_bound_where_no_other_run_is() -> None:
+    plan, facts, reports = one_node({}, (2, 3, 4, 5, 6, 7, 8, 9))
+    facts = replace(facts, gpu_counts={"n0": 8}, first_gpu={"n0": 4})
+    gpus = bind(plan, facts, reports).nodes[0].gpus
+    assert [(gpu.slot, gpu.ordinal, gpu.index, gpu.visible) for gpu in gpus] == [
+        (0, 4, 6, "6"),
+        (1, 5, 7, "7"),
+        (2, 6, 8, "8"),
+        (3, 7, 9, "9"),
+    ]
+    rows = refuse(plan, facts, {"n0": make_report("n0", (2, 3, 4, 5))})
+    assert rows[0]["problem"] == "GPU count is not as planned: 4 instead of 8"
+
+
+def test_foreign_memory_outside_our_part_of_a_borrowed_node_is_not_ours_to_judge() -> None:
+    cards = list(devices(8))
+    cards[1] = cards[1].model_copy(update={"memory_used": 40 * GIB})
+    plan, facts, reports = one_node({}, tuple(range(8)), devices=tuple(cards))
+    facts = replace(facts, gpu_counts={"n0": 8})
+    assert bind(plan, replace(facts, first_gpu={"n0": 4}), reports).nodes[0].gpus[0].ordinal == 4
+    assert "in use by someone else" in refuse(plan, facts, reports)[0]["problem"]
+
+
 def test_wrong_gpu_type() -> None:
     plan, facts, reports = one_node({})
     rows = refuse(plan, replace(facts, gpu_types={"n0": "a100"}), reports)

@@ -216,32 +216,42 @@ def test_a_head_component_comes_first_because_the_batch_script_runs_there() -> N
     assert [entry.component for entry in made.pools] == [1, 2]
 
 
-def test_the_source_systems_own_examples_fit() -> None:
-    deferred = make(
-        "defer",
-        {"a": pool(2, 8)},
-        {
-            "rollout": role("a", policy={"gpus": 16, "gpus_per_engine": 2}),
-            "genrm": role(
-                "a",
-                judge={
-                    "gpus": 16,
-                    "engine_args": {"tp_size": 8, "dp_size": 8, "ep_size": 8, "enable_dp_attention": True},
-                },
-            ),
-        },
-        training={"pool": "a", "gpus": 16},
-    )
-    assert [len(entry.models[0].replicas) for entry in deferred.roles] == [8, 2]
-    distillation = make(
-        "split",
-        {"a": pool(16, 8)},
-        {"rollout": role("a", r={"gpus": 120}), "teacher": role("a", t={"gpus": 8, "gpus_per_engine": 8})},
-        training={"pool": "a", "gpus": 128},
-    )
-    teacher = distillation.role(Role.TEACHER)
-    assert teacher is not None
-    assert (teacher.offset, teacher.models[0].replicas[0].bundles) == (120, tuple(range(120, 128)))
+def source(name: str) -> InferencePlacementPlan:
+    return plan(load(ROOT / "configs" / "source" / f"{name}.yaml", environ={}), ephemeral=(32768, 60999))
+
+
+def test_the_source_systems_deferred_example() -> None:
+    made = source("defer-16")
+    assert [(entry.role.value, entry.offset, entry.gpus, entry.phase) for entry in made.roles] == [
+        ("rollout", 0, 16, 0),
+        ("genrm", 0, 16, 1),
+    ]
+    assert made.training is not None
+    assert made.training.gpus == 16
+    policy, judge = made.model_placement(Role.ROLLOUT, "policy"), made.model_placement(Role.GENRM, "judge")
+    assert [replica.bundles for replica in policy.replicas] == [(at, at + 1) for at in range(0, 16, 2)]
+    assert [replica.bundles for replica in judge.replicas] == [tuple(range(8)), tuple(range(8, 16))]
+    assert (policy.engine_args["mem_fraction_static"], judge.engine_args["mem_fraction_static"]) == (0.7, 0.85)
+    assert [judge.engine_args[key] for key in ("tp_size", "dp_size", "ep_size", "context_length")] == [8, 8, 8, 10240]
+
+
+def test_the_source_systems_split_example() -> None:
+    made = source("split-16")
+    assert [(entry.role.value, entry.offset, entry.gpus) for entry in made.roles] == [
+        ("rollout", 0, 8),
+        ("genrm", 8, 8),
+    ]
+    assert [len(entry.models[0].replicas) for entry in made.roles] == [4, 1]
+
+
+def test_the_source_systems_distillation_example() -> None:
+    made = source("distill-128")
+    assert [(entry.role.value, entry.offset, entry.gpus) for entry in made.roles] == [
+        ("rollout", 0, 120),
+        ("teacher", 120, 8),
+    ]
+    assert made.model_placement(Role.TEACHER, "teacher").replicas[0].bundles == tuple(range(120, 128))
+    assert [(part.nodes, part.gpus_per_node) for part in made.components] == [(16, 8)]
 
 
 def test_planning_is_repeatable() -> None:

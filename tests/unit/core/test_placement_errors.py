@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,8 +11,6 @@ from relax_slurm.config.load import from_mapping
 from relax_slurm.core import placement_errors as errors
 from relax_slurm.core.placement import plan
 from relax_slurm.core.placement_job import job_shape
-
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "placement.md"
 
 
 def pool(nodes: int = 1, gpus: int = 8, **more: Any) -> dict[str, Any]:
@@ -179,15 +177,35 @@ CASES: list[tuple[type[errors.Refusal], dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("refusal", "data", "words"), CASES, ids=lambda value: getattr(value, "code", None))
-def test_rule(refusal: type[errors.Refusal], data: dict[str, Any], words: list[str]) -> None:
+def named_cases() -> dict[str, tuple[type[errors.Refusal], dict[str, Any], list[str]]]:
+    """Every case by name: the rule's code, numbered where a rule has several sentences."""
+    named: dict[str, tuple[type[errors.Refusal], dict[str, Any], list[str]]] = {}
+    seen: Counter[str] = Counter()
+    for case in CASES:
+        code = case[0].code
+        seen[code] += 1
+        named[code if seen[code] == 1 else f"{code}-{seen[code]}"] = case
+    return named
+
+
+def refused(data: dict[str, Any]) -> errors.Refusal:
+    """The refusal of a run file, on a node with the usual ephemeral range."""
     with pytest.raises(errors.Refusal) as caught:
         plan(from_mapping(data), ephemeral=(32768, 60999))
-    assert type(caught.value) is refusal, caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize("name", list(named_cases()))
+def test_rule(name: str) -> None:
+    refusal, data, words = named_cases()[name]
+    error = refused(data)
+    assert type(error) is refusal, error.message
     for word in words:
-        assert word in caught.value.message
-    assert "\n" not in caught.value.message
-    assert caught.value.exit_code == 3
+        assert word in error.message
+    assert "\n" not in error.message
+    assert error.exit_code == 3
+    assert error.as_json()["code"] == refusal.code
+    assert error.as_json()["detail"] == {"rule": refusal.rule}
 
 
 def test_every_rule_has_a_case_a_code_and_a_sentence() -> None:
@@ -202,9 +220,3 @@ def test_more_components_than_slurm_takes() -> None:
     pools = {f"p{number}": pool(gpus=1 + number % 2) for number in range(129)}
     with pytest.raises(errors.HetJobShape, match="129 components and Slurm takes at most 128"):
         job_shape(from_mapping(base(pools=pools)))
-
-
-def test_the_page_lists_every_rule() -> None:
-    assert errors.rules_table() in PAGE.read_text(encoding="utf-8"), (
-        "paste the output of python -m relax_slurm.core.placement_errors into docs/placement.md"
-    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from relax_slurm.config.container import ContainerConfig
 from relax_slurm.core.plan import Role, WeightSource, WorkerType
 from relax_slurm.errors import ConfigError, ProtocolError
 from sidecars.command_line import build
@@ -184,3 +185,28 @@ def test_a_contradictory_spec_is_refused(damage: dict[str, Any]) -> None:
 )
 def test_base_url(host: str, url: str) -> None:
     assert spec(host=host).base_url == url
+
+
+def test_an_engine_in_a_container_is_wrapped_with_its_run_directory_and_without_the_hosts_libraries() -> None:
+    image = ContainerConfig(runtime="apptainer", image="/i.sif", mounts=("/models:/models:ro",))
+    command = build(
+        spec(container=image, python="python3", api_key="secret", log_path="/runs/r/attempt_2/logs/judge.log"),
+        {"LD_LIBRARY_PATH": "/host", "HF_HOME": "/hf"},
+    )
+    bind = "--bind /runs/r/attempt_2:/runs/r/attempt_2 --bind /models:/models:ro"
+    assert " ".join(command.argv).startswith(
+        f"apptainer exec --nv {bind} /i.sif python3 -m sglang.launch_server "
+        "--config /runs/r/attempt_2/logs/judge.keys.yaml --model-path /models/judge "
+    )
+    assert command.env["HF_HOME"] == "/hf"
+    assert command.env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert command.env["NVIDIA_VISIBLE_DEVICES"] == "all"
+    assert "LD_LIBRARY_PATH" not in command.env
+    assert "secret" not in " ".join(command.argv)
+
+
+def test_a_container_travels_over_the_wire() -> None:
+    there = spec(container=ContainerConfig(runtime="enroot", image="/i.sqsh", mounts=("/a:/b",), options=("--rw",)))
+    assert WorkerSpec.from_wire(json.loads(json.dumps(there.to_wire()))) == there
+    with pytest.raises(ProtocolError, match="not usable"):
+        WorkerSpec.from_wire({**there.to_wire(), "container": {"runtime": "x"}})

@@ -199,3 +199,18 @@ def test_templates_that_cannot_work(tmp_path: Path, content: bytes | None, word:
         template.write_bytes(content)
     with pytest.raises(ConfigError, match=word):
         render(plan_of(HEAD), config_of(template=str(template)), PATHS)
+
+
+def test_modules_venv_and_setup_come_in_this_order_and_a_missing_module_ends_the_job() -> None:
+    config = config_of(modules=("cuda/12.4", "openmpi"), venv="/data/my env", setup=("export A=1",))
+    lines = render(plan_of(HEAD), config, PATHS).splitlines()
+    wanted = [
+        "type module >/dev/null 2>&1 || . /etc/profile",
+        "module load cuda/12.4 || exit 6",
+        "module load openmpi || exit 6",
+        ". '/data/my env'/bin/activate || exit 6",
+        "export A=1",
+    ]
+    at = lines.index(wanted[0])
+    assert lines[at : at + 5] == wanted
+    assert at < next(number for number, line in enumerate(lines) if line.startswith("exec "))

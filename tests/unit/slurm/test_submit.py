@@ -97,6 +97,17 @@ def test_known_complaints_are_explained(words: str, advice: str) -> None:
     assert explain.refusal("something new") is None
 
 
+def test_case_10_a_step_that_asks_for_gpus_the_job_does_not_have_is_explained() -> None:
+    log = (
+        "srun: error: Step requested GRES (gpu:(null)) not found in the job\n"
+        "srun: error: n1: task 0: Exited with exit code 1\n"
+    )
+    said = explain.step_complaint(log) or ""
+    assert said.startswith("srun: Step requested GRES (gpu:(null)) not found in the job; the step asks for other GPUs")
+    assert explain.step_complaint("INFO sidecar: hello\nsrun: error: n1: task 0: Killed\n") is None
+    assert explain.step_complaint("") is None
+
+
 def test_a_job_is_submitted_once_with_a_clean_environment(fakes: Fakes, submission: Submission) -> None:
     fakes.make("sbatch", 'env | grep -c SLURM_MEM; cat "$2"; echo "42;alpha"')
     environ = fakes.env | {"SLURM_JOB_ID": "1", "SLURM_MEM_PER_CPU": "1"}

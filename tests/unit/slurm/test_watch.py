@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -8,8 +9,8 @@ from hypothesis import strategies as st
 
 from relax_slurm.slurm import explain
 from relax_slurm.slurm.command import Done
-from relax_slurm.slurm.job import JobState, JobView
-from relax_slurm.slurm.watch import ENDED, WAITING, JobRow, fold, parse_rows, squeue, view_of
+from relax_slurm.slurm.job import JobRef, JobState, JobView
+from relax_slurm.slurm.watch import ENDED, WAITING, JobRow, Tracker, fold, parse_rows, remembered, squeue, view_of
 
 
 def rows_of(*lines: str) -> tuple[JobRow, ...]:
@@ -134,6 +135,37 @@ def test_the_fold_is_total_and_over_only_when_all_are(found: list[str]) -> None:
 def test_any_text_is_parsed(text: str) -> None:
     rows = parse_rows(text)
     fold(rows, rows[0].job_id if rows else "1")
+
+
+def test_a_forgotten_job_is_looked_up_in_accounting_once(tmp_path: Path) -> None:
+    answers = {
+        "squeue": "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+        "sacct": "echo asked >> $0.log; printf '93+0|COMPLETED\\n93+1|CANCELLED by 1000\\n67767+1.batch|RUNNING\\n'",
+    }
+    for name, script in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    tracker = Tracker(JobRef("93"), env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    for _ in range(3):
+        view = tracker.poll()
+        assert view.state is JobState.ENDED
+        assert [component.state for component in view.components] == ["COMPLETED", "CANCELLED"]
+        assert view.reason == "CANCELLED"
+    assert (tmp_path / "sacct.log").read_text() == "asked\n"
+
+
+@pytest.mark.parametrize(
+    "done",
+    [
+        Done(("sacct",), 1, "", "Slurm accounting storage is disabled"),
+        Done(("sacct",), 1, "", "sacct: error: slurmdbd: Unknown error 1064"),
+        Done(("sacct",), None, "", "cannot run sacct: No such file or directory"),
+        Done(("sacct",), 0, "", ""),
+        Done(("sacct",), 0, "93+0|RUNNING\n93+1|COMPLETED\n", ""),
+    ],
+)
+def test_accounting_that_cannot_tell_leaves_the_job_gone(done: Done) -> None:
+    assert remembered(done, "93") is None
 
 
 NEVER = {
