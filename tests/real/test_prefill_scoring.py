@@ -23,7 +23,7 @@ from tests.unit.gateway.stage import Source
 
 READY = ReplicaState.READY
 NOISE = 0.4
-"""bfloat16 on a CPU: decoding, prefill and other windows differ by up to 0.15; a position that is off by one by far more."""
+"""bfloat16 on a CPU: decoding, prefill and other windows differ by up to 0.15; a position off by one by far more."""
 PROMPTS = ["The capital of France is", "Two and two make"]
 
 
