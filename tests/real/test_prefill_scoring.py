@@ -22,6 +22,8 @@ from tests.contract.engine_program import launch, spec_of
 from tests.unit.gateway.stage import Source
 
 READY = ReplicaState.READY
+NOISE = 0.4
+"""bfloat16 on a CPU: decoding, prefill and other windows differ by up to 0.15; a position off by one by far more."""
 PROMPTS = ["The capital of France is", "Two and two make"]
 
 
@@ -52,11 +54,11 @@ async def scored(url: str) -> None:
             check_scored(sample, expected)
             assert len(sample.weight_versions) == 1
             # Teacher and student are one model here, so what one says of a token the other says too.
-            assert sample.teacher_log_probs == pytest.approx(sample.rollout_log_probs, abs=0.05)
+            assert sample.teacher_log_probs == pytest.approx(sample.rollout_log_probs, abs=NOISE)
             for own, other in zip(
                 sample.teacher_topk_log_probs or [], sample.student_at_teacher_topk_log_probs or [], strict=True
             ):
-                assert own == pytest.approx(other, abs=0.05)
+                assert own == pytest.approx(other, abs=NOISE)
         one = samples[0]
         by_hand: Any = await client.generate(
             {
@@ -69,7 +71,7 @@ async def scored(url: str) -> None:
         )
         rows = by_hand["meta_info"]["input_token_logprobs"]
         assert len(rows) == one.response_length + 1
-        assert one.teacher_log_probs == pytest.approx([row[0] for row in rows[1:]], abs=0.05)
+        assert one.teacher_log_probs == pytest.approx([row[0] for row in rows[1:]], abs=NOISE)
 
 
 @pytest.mark.timeout(300)
