@@ -8,7 +8,7 @@ time at most.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -27,22 +27,36 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("program", ["sim", real] if REAL else ["sim"])
 
 
+_shared = contextlib.ExitStack()
+_running: dict[tuple[str, str], Launched] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """The last test of this folder ends the shared engines: whatever comes next needs the memory for its own."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path.parent != item.path.parent:
+            _running.clear()
+            _shared.close()
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     """Running engines by program and purpose; one that has died is replaced, so that it fails one test only."""
-    running: dict[tuple[str, str], Launched] = {}
-    with contextlib.ExitStack() as stack:
 
-        def get(program: str, purpose: str) -> Launched:
-            found = running.get((program, purpose))
-            if found is None or found.process.poll() is not None:
-                folder = tmp_path_factory.mktemp(purpose)
-                backup = {"enable_weights_cpu_backup": True}
-                found = stack.enter_context(launch(spec_of(program, folder, sim=SLOW, engine_args=backup)))
-                running[program, purpose] = found
-            return found
+    def get(program: str, purpose: str) -> Launched:
+        found = _running.get((program, purpose))
+        if found is None or found.process.poll() is not None:
+            folder = tmp_path_factory.mktemp(purpose)
+            backup = {"enable_weights_cpu_backup": True}
+            found = _shared.enter_context(launch(spec_of(program, folder, sim=SLOW, engine_args=backup)))
+            _running[program, purpose] = found
+        return found
 
-        yield get
+    yield get
+    _shared.close()
 
 
 @pytest.fixture

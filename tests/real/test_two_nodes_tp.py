@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from sidecars.engine import HEALTH_SECONDS
-from sidecars.hosted import HEALTH_BUDGET, HEALTH_EVERY_SECONDS
 from tests.contract.engine_program import real_sglang
 from tests.harness.launch import LaunchedRun, arguments, new_run
 from tests.harness.sites import LocalSite, fresh_name
@@ -18,8 +16,8 @@ from tests.harness.slurm_proc import Proc, wait_gone
 from tests.harness.wait import until
 
 REPLICA = "policy/replica-0"
-SEEN_SECONDS = HEALTH_BUDGET * (HEALTH_EVERY_SECONDS + HEALTH_SECONDS)
-"""The health budget: as long may a death go unseen."""
+SEEN_SECONDS = 30.0
+"""The health budget, three looks that take their time: as long may a death go unseen."""
 PROMPT = {"input_ids": [7, 8, 9, 10], "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
 
 
@@ -85,14 +83,13 @@ def test_a_killed_follower_ends_the_replica_which_is_built_again(tmp_path: Path)
         assert follower is not None
         follower.send(signal.SIGKILL)
         until(
-            lambda: any(event["after"] == "FAILED" for event in run.events("replica")),
+            lambda: any(event["before"] == "READY" for event in run.events("replica")),
             SEEN_SECONDS,
             lambda: f"nobody saw it{run.logs()}",
         )
         run.wait_replica(REPLICA, generation=2, seconds=300)
         assert wait_gone(old, 5.0) == [], "nothing of the old one is left on either node"
-        walked = [event["after"] for event in run.events("replica")]
-        assert walked[walked.index("FAILED") :] == ["FAILED", "STOPPING", "GONE", "STARTING", "READY"]
+        assert [event["after"] for event in run.events("replica")] == ["READY", "STOPPING", "GONE", "READY"]
         run.wait_state("READY", seconds=60)
         (again,) = http.get("/rollout/engines").json()["models"]["policy"]["engines"]
         assert (again["engine_id"], again["state"], again["generation"]) == (REPLICA, "READY", 2)
