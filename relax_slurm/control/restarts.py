@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import time
 
 SETTLED_SECONDS = 600.0
@@ -36,14 +34,3 @@ class Restarts:
         if self._used > 1:
             await asyncio.sleep(min(first * 2 ** (self._used - 2), longest))
         self._started = time.monotonic()
-
-
-async def end_process(process: asyncio.subprocess.Process, seconds: float = 10.0) -> None:
-    """End a child of ours that is still there: asked first."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
-            waiting = asyncio.create_task(process.wait())
-            await asyncio.wait({waiting}, timeout=seconds)
-            waiting.cancel()

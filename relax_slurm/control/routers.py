@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from relax_slurm.control.restarts import Restarts, end_process
+from relax_slurm.children import end_child
+from relax_slurm.control.restarts import Restarts
 from relax_slurm.control.router_api import Presence, RouterApi, RouterWorker
 from relax_slurm.control.router_program import RouterProgram, url_of
 from relax_slurm.control.router_starter import NOT_INSTALLED
@@ -157,7 +158,7 @@ class ModelRouter:
             finally:
                 answered = self.answers
                 self._down()
-                await end_process(process)
+                await end_child(process)
             if not answered:
                 self._spoilt.update(ports)
             code = process.returncode

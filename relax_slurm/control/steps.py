@@ -7,7 +7,6 @@ A *step* here is one process that the supervisor waits for. Its end is a fact; w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shlex
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from relax_slurm.children import signal_child
 from relax_slurm.slurm.command import run_async
 from relax_slurm.slurm.environment import step_environment
 from relax_slurm.slurm.steps import StepRow, list_steps, node_step, parse_steps, signal_step
@@ -64,7 +64,7 @@ class LocalSteps:
     async def end(self, steps: Mapping[str, asyncio.subprocess.Process], *, force: bool) -> None:
         """See `StepRunner.end`."""
         for process in steps.values():
-            _signal(process, signal.SIGKILL if force else signal.SIGTERM)
+            signal_child(process, signal.SIGKILL if force else signal.SIGTERM)
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class SlurmSteps:
         """See `StepRunner.end`."""
         if not force:
             for process in steps.values():
-                _signal(process, signal.SIGINT)  # srun hands it to the task and to nothing else
+                signal_child(process, signal.SIGINT)  # srun hands it to the task and to nothing else
             return
         names = {f"sidecar-{node}" for node, process in steps.items() if process.returncode is None}
         done = await run_async(list_steps(self.component_ids), env=self.environ)
@@ -116,10 +116,4 @@ class SlurmSteps:
 
         await asyncio.gather(*(kill(row) for row in parse_steps(done.out) if row.name in names))
         for process in steps.values():
-            _signal(process, signal.SIGKILL)  # of the srun, whose task is dealt with
-
-
-def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
+            signal_child(process, signal.SIGKILL)  # of the srun, whose task is dealt with

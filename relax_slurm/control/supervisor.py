@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from relax_slurm.children import end_child, signal_child
 from relax_slurm.config.load import from_resolved
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control import logs
@@ -98,7 +98,7 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if coordinator.returncode is None:
-                coordinator.kill()
+                signal_child(coordinator, signal.SIGKILL)
                 await coordinator.wait()
             if self._client is not None:
                 self._client.close()
@@ -165,7 +165,7 @@ class Supervisor:
             try:
                 code = await process.wait()
             finally:
-                await _end(process)
+                await end_child(process)
             self._run_dir.append_event({"event": "gateway_ended", "code": code, "final": restarts.last})
             if restarts.last:
                 break
@@ -229,7 +229,7 @@ class Supervisor:
         """Ask for the end of the run, with signals where no message arrives: a coordinator that hangs is ended."""
         answer = await self._tell("stop", STOP_SECONDS, reason=reason, failed=failed)
         if answer is None and self._coordinator is not None:
-            await _end(self._coordinator, GRACE_SECONDS)
+            await end_child(self._coordinator, GRACE_SECONDS)
 
     def _on_signal(self, number: int) -> None:
         """Slurm's warning, scancel, or the user: an orderly stop. Again = the same stop."""
@@ -267,17 +267,6 @@ class Supervisor:
             outcome = failed_outcome(self._run_dir, error)
             self._run_dir.write_json("outcome.json", outcome)
         return int(outcome["exit_code"])
-
-
-async def _end(process: Process, seconds: float = 10.0) -> None:
-    """End a child of ours that is still there: asked first."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
-            waiting = asyncio.create_task(process.wait())
-            await asyncio.wait({waiting}, timeout=seconds)
-            waiting.cancel()
 
 
 async def supervise(run_dir: RunDir, backend: Backend) -> int:

@@ -7,15 +7,16 @@ imported here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
+import signal
 import sys
 from collections import deque
 from dataclasses import dataclass
 
 import msgspec
 
+from relax_slurm.children import signal_child
 from relax_slurm.errors import BadRequest, DeadlineExceeded, StartupFailed, Unavailable, UpstreamFailed
 from relax_slurm.gateway import render_frames as frames
 from relax_slurm.gateway.render_frames import Loaded, NoRenderer, Refusal, Rendered, Task
@@ -191,8 +192,7 @@ class RenderPool:
                 " sent to an engine"
             ) from None
         except (OSError, asyncio.IncompleteReadError, msgspec.DecodeError):
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            signal_child(process, signal.SIGKILL)
             code = await process.wait()
             raise UpstreamFailed(
                 f"the renderer process ended with {code} over these messages; nothing was sent to an engine, see the"
@@ -232,6 +232,5 @@ async def _end(process: asyncio.subprocess.Process | None) -> None:
         return
     if process.stdin is not None:
         process.stdin.close()
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+    signal_child(process, signal.SIGKILL)
     await process.wait()

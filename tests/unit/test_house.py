@@ -20,6 +20,7 @@ FLOORS = {
     "errors": 0,
     "config": 1,
     "forward": 1,
+    "children": 1,
     "resources": 1,
     "core": 2,
     "wire": 3,

@@ -80,28 +80,27 @@ class FakeRouter:
 
 
 class FakeProcess:
-    """Stands for the process of a router."""
+    """The process of a router: a shell that ends as told; what it would serve is served by `FakeRouter`."""
 
-    def __init__(self, server: HttpServer, pid: int) -> None:
-        self.pid, self.returncode = pid, cast("int | None", None)
-        self._server, self._ended = server, asyncio.Event()
+    def __init__(self, process: asyncio.subprocess.Process, server: HttpServer) -> None:
+        self.pid = process.pid
+        self._process, self._server = process, server
+
+    @property
+    def returncode(self) -> int | None:
+        """Part of a process."""
+        return self._process.returncode
 
     async def wait(self) -> int:
         """Its exit code, once it has ended."""
-        await self._ended.wait()
+        code = await self._process.wait()
         await self._server.stop(0.0)
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """End it."""
-        self.end(-number)
+        return code
 
     def end(self, code: int) -> None:
         """End it by itself."""
-        if self.returncode is None:
-            self.returncode = code
-            self._ended.set()
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"%d\n" % code)
 
 
 class FakeProgram:
@@ -127,9 +126,11 @@ class FakeProgram:
         self.routers.append(FakeRouter())
         server = HttpServer(self.routers[-1].handle)
         self.port = await server.start()
-        self.processes.append(FakeProcess(server, len(self.routers)))
+        shell = await asyncio.create_subprocess_exec("sh", "-c", "read code; exit $code", stdin=asyncio.subprocess.PIPE)
+        self.processes.append(FakeProcess(shell, server))
         if self._code is not None:
             self.processes[-1].end(self._code)
+            await shell.wait()
         return self.processes[-1]
 
     def missing(self, why: str) -> Exception:
