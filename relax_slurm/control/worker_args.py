@@ -67,5 +67,5 @@ def worker_args(
         spec["python"] = engine.python
     return {
         "spec": spec,
-        "guard": {"host": binding.address, "port": binding.ports.guard, "generation": generation},
+        "guard": {"host": binding.address, "port": binding.ports.guard_of(generation), "generation": generation},
     }

@@ -19,14 +19,22 @@ SCORE: dict[str, Any] = {
     "logprob_start_len": 0,
     "top_logprobs_num": 3,
 }
-OPENINGS = tuple(
-    f"The capital of {country} is"
-    for country in ("France", "Spain", "Italy", "Japan", "Egypt", "Germany", "Russia", "Greece")
-)
+CAPITALS = {
+    "France": "Paris",
+    "Spain": "Madrid",
+    "Italy": "Rome",
+    "Japan": "Tokyo",
+    "Germany": "Berlin",
+    "Russia": "Moscow",
+    "Greece": "Athens",
+}
+OPENINGS = {f"The capital of {country} is": capital for country, capital in CAPITALS.items()}
+"""Beginnings that SmolLM2 knows how to go on from, each with the word that follows: no two answers are alike."""
 
 
 def generation(text: str, **more: Any) -> dict[str, Any]:
-    """A greedy request; eight tokens, so that answers stay the same in whatever batch they are made."""
+    """A greedy request. Alone on an engine the whole answer repeats itself; in a batch sums are made in another order,
+    and only words that the model is sure of do."""
     return {"text": text, "sampling_params": {"max_new_tokens": 8, "temperature": 0}, **more}
 
 

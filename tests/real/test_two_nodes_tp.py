@@ -93,6 +93,7 @@ def test_a_killed_follower_ends_the_replica_which_is_built_again(tmp_path: Path)
         run.wait_state("READY", seconds=60)
         (again,) = http.get("/rollout/engines").json()["models"]["policy"]["engines"]
         assert (again["engine_id"], again["state"], again["generation"]) == (REPLICA, "READY", 2)
+        assert again["base_url"] != engine["base_url"]
         answer = http.post("/rollout/generate", json=PROMPT).raise_for_status().json()
         assert answer["output_ids"] == first["output_ids"]
         stopped = run.call("stop", "--json", seconds=90)

@@ -28,9 +28,10 @@ def test_three_roles_answer_with_real_text(tmp_path: Path, chat_model: Path, str
         client = run.http(seconds=120)
         chat = post(client, "/rollout/v1/chat/completions", {"model": "policy", "messages": QUESTION, "temperature": 0})
         assert "Paris" in chat["choices"][0]["message"]["content"]
-        plain = post(client, "/rollout/generate", generation(OPENINGS[0]))
-        assert "Paris" in plain["text"]
-        assert plain["text"] == straight.texts[OPENINGS[0]]
+        for text, capital in OPENINGS.items():
+            plain = post(client, "/rollout/generate", generation(text))
+            assert capital in plain["text"]
+            assert plain["text"] == straight.texts[text]
         verdict = post(client, "/genrm/generate", {"messages": QUESTION, "sampling_params": {"temperature": 0}})
         assert set(verdict) == {"response"}
         assert "Paris" in verdict["response"]
