@@ -111,8 +111,8 @@ class WorkerPorts:
     bootstrap: int
     """PD disaggregation bootstrap port."""
     second_guard: int
-    """The guard's port in every second generation: an engine that was built again has another URL, so that nothing meant
-    for its predecessor reaches it."""
+    """The guard's port in every second generation: an engine that was built again has another URL, so that nothing
+    that was meant for its predecessor reaches it."""
 
 
 @dataclass(frozen=True, slots=True)
