@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -417,14 +416,10 @@ DEADLY = {
         },
     ),
 }
-REAL_DEADLY = ("empty text", "negative start", "chat with too many log-probs")
-"""Each death costs a start of a real engine, so the lane takes three of them; RELAX_TEST_ALL_DEADLY=1 takes all."""
 
 
 @pytest.mark.parametrize("case", DEADLY)
-def test_deadly_requests(start: Callable[..., Launched], program: str, case: str) -> None:
-    if program == "sglang" and case not in REAL_DEADLY and not os.environ.get("RELAX_TEST_ALL_DEADLY"):
-        pytest.skip("asked of the simulator only, to save a start; RELAX_TEST_ALL_DEADLY=1 asks SGLang too")
+def test_deadly_requests(start: Callable[..., Launched], case: str) -> None:
     path, body = DEADLY[case]
     engine = start()
     expect_death(engine, lambda: engine.post(path, body))

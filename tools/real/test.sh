@@ -4,7 +4,6 @@
 #   REQUIRE=engine        where the environment cannot be built, fail instead of skipping
 #   PYTEST_ARGS=...       more words for pytest
 #   RELAX_TEST_RECORD=1   write tests/contract/golden anew from what SGLang answers
-#   RELAX_TEST_ALL_DEADLY=1   every request that kills an engine, not one of each kind
 #
 # docs/real-engine.md says what the stand-ins for a GPU leave unproven.
 set -euo pipefail
