@@ -24,7 +24,7 @@ Shared = Callable[[str, str], Launched]
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Whatever uses an engine is asked of each program there is."""
     if "program" in metafunc.fixturenames:
-        real = pytest.param("sglang", marks=[pytest.mark.engine, pytest.mark.timeout(600)])
+        real = pytest.param("sglang", marks=[pytest.mark.engine, pytest.mark.timeout(900)])
         metafunc.parametrize("program", ["sim", real] if REAL else ["sim"])
 
 

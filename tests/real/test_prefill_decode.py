@@ -35,7 +35,7 @@ def body_of(model: Path) -> dict[str, Any]:
         "placement": "decoupled",
         "engine": {
             "program": "sglang",
-            "startup_seconds": 240,
+            "startup_seconds": 400,
             "python": real["python"],
             "router_python": require_router(),
             "env": env,
@@ -45,13 +45,13 @@ def body_of(model: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_pair_answers_with_real_text(tmp_path: Path, chat_model: Path) -> None:
     if without := os.environ.get("RELAX_TEST_NO_MOONCAKE"):
         pytest.skip(without)
     body = body_of(chat_model)
     with new_run(LocalSite(tmp_path / "runs"), body, tmp_path, fresh_name()) as run:
-        done = run.launch("--json", seconds=300)
+        done = run.launch("--json", seconds=500)
         assert done.rc == 0, done.said + run.logs()
         model = json.loads(done.out)["roles"]["rollout"]["models"]["policy"]
         assert (model["state"], model["engines"]) == ("READY", [])

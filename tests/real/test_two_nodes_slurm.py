@@ -29,7 +29,7 @@ from tests.harness.wait import until
 from tests.real.asking import OPENINGS, QUESTION, SCORE, Straight, generation, post, scored
 from tests.unit.core.test_payload import REFUSED, VOCABULARY
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 ENGINES = ("policy/replica-0#0", "policy/replica-1#0", "judge/replica-0#0", "math/replica-0#0")
 REQUESTS = 200
 KILLED_AFTER = 60
@@ -258,7 +258,7 @@ def test_a_killed_scheduler_costs_errors_and_nothing_else(run: LaunchedRun, stra
     answered = {said.rid for said in answers if said.status == 200}
     assert answered <= set(times)
 
-    state = run.wait_replica(replica, generation=before["generation"] + 1, seconds=300)
+    state = run.wait_replica(replica, generation=before["generation"] + 1, seconds=500)
     run.wait_state("READY", seconds=120)
     assert wait_gone(members, 5.0) == [], "nothing of the old one is left"
     walked = [event for event in run.events("replica") if event["replica"] == replica]

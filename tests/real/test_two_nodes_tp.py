@@ -29,7 +29,7 @@ def body_of(model: Path) -> dict[str, Any]:
         "engine": {
             "program": "sglang",
             "python": real["python"],
-            "startup_seconds": 300,
+            "startup_seconds": 400,
             "env": {**real["env"], "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
         },
         "pools": {"p": {"nodes": 2, "gpus_per_node": 1}},
@@ -59,11 +59,11 @@ def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_killed_follower_ends_the_replica_which_is_built_again(tmp_path: Path) -> None:
     model = Path(os.environ["RELAX_TEST_SGLANG_MODEL"])
     with new_run(LocalSite(tmp_path / "runs"), body_of(model), tmp_path, fresh_name()) as run:
-        done = run.launch("--json", seconds=350)
+        done = run.launch("--json", seconds=500)
         assert done.rc == 0, done.said + run.logs()
         leaders = [int(run.worker(f"{REPLICA}#{rank}")["pid"]) for rank in (0, 1)]
         words = [arguments(pid) for pid in leaders]
@@ -87,7 +87,7 @@ def test_a_killed_follower_ends_the_replica_which_is_built_again(tmp_path: Path)
             SEEN_SECONDS,
             lambda: f"nobody saw it{run.logs()}",
         )
-        run.wait_replica(REPLICA, generation=2, seconds=300)
+        run.wait_replica(REPLICA, generation=2, seconds=500)
         assert wait_gone(old, 5.0) == [], "nothing of the old one is left on either node"
         assert [event["after"] for event in run.events("replica")] == ["READY", "STOPPING", "GONE", "READY"]
         run.wait_state("READY", seconds=60)
