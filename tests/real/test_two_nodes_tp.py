@@ -89,7 +89,9 @@ def test_a_killed_follower_ends_the_replica_which_is_built_again(tmp_path: Path)
         )
         run.wait_replica(REPLICA, generation=2, seconds=500)
         assert wait_gone(old, 5.0) == [], "nothing of the old one is left on either node"
-        assert [event["after"] for event in run.events("replica")] == ["READY", "STOPPING", "GONE", "READY"]
+        states = [event["after"] for event in run.events("replica")]
+        assert (states[0], states[-2], states[-1]) == ("READY", "GONE", "READY"), "proven gone, then built again"
+        assert set(states[1:-2]) <= {"FAILED", "STOPPING"}
         run.wait_state("READY", seconds=60)
         (again,) = http.get("/rollout/engines").json()["models"]["policy"]["engines"]
         assert (again["engine_id"], again["state"], again["generation"]) == (REPLICA, "READY", 2)
