@@ -1,6 +1,6 @@
 # make quickstart   three roles on this machine, without Slurm, GPU or model
-# make test         every check; REQUIRE=slurm,engine makes Slurm and SGLang part of it, LANES="lint unit" picks some
-# make test-real    the contract suite and whole runs with SGLang itself, on a CPU (docs/real-engine.md)
+# make test         every check; REQUIRE=slurm turns a skipped Slurm lane into a failure, LANES="lint unit" picks some
+# make test-real    the contract suite with SGLang itself, on a CPU (docs/real-engine.md)
 # make lint         formatting, style and types
 # make bench        what tests/bench measures, as JSON
 # make clean        everything that was generated, the environment too

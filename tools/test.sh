@@ -152,7 +152,7 @@ fi
     [[ $lane == lint || ! -f $results/$lane.log ]] || tail -n 1 "$results/$lane.log"
   done
   for lane in $lanes; do # why something was skipped, and what the engines cost
-    [[ ! -f $results/$lane.log ]] || grep -hE '^(SKIPPED \[|engines: )' "$results/$lane.log" | sed "s/^/$lane: /"
+    [[ ! -f $results/$lane.log ]] || grep -hE '^(SKIPPED \[|engines: |contract checks )' "$results/$lane.log" | sed "s/^/$lane: /"
   done
   echo "--- make test: $((SECONDS - began)) s"
   printf '%s\n' "${summary[@]}"

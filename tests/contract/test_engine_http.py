@@ -416,6 +416,7 @@ DEADLY = {
         },
     ),
 }
+"""Each death costs a start, and of SGLang that is most of this suite's time: both are asked the same all the same."""
 
 
 @pytest.mark.parametrize("case", DEADLY)
