@@ -45,14 +45,15 @@ _peaks = Peaks()
 
 
 def _look(base: str) -> None:
-    """Measure everything whose run lives in our temporary folder, or that a test started by hand."""
+    """Measure SGLang's processes whose run lives in our temporary folder, or that a test started by hand."""
     by_hand = f"test-{os.getpid()}-"
     found: set[tuple[str, str, int]] = set()
     megabytes = 0.0
     for process in processes():
         environ = process.environ()
         tag = environ.get(RUN_TAG, "")
-        if tag.startswith(by_hand) or base in tag:
+        simulated = "RELAX_SIM_OPTIONS" in environ
+        if not simulated and (tag.startswith(by_hand) or base in tag):
             megabytes += pss_megabytes(process.pid)
             if worker := environ.get(WORKER_TAG):
                 found.add((tag, worker, _session(process)))
