@@ -1,4 +1,5 @@
 # make quickstart   three roles on this machine, without Slurm, GPU or model
+# make env          .venv with the tools of the checks, openai and reasoning-gym
 # make test         every check; REQUIRE=slurm turns a skipped Slurm lane into a failure, LANES="lint unit" picks some
 # make test-real    the contract suite with SGLang itself, on a CPU (docs/real-engine.md)
 # make lint         formatting, style and types

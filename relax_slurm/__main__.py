@@ -22,10 +22,10 @@ VERBS = {
     "batch": "closed batches end to end",
 }
 _ROWS = {
-    "drain": "L6 (lifetime)",
-    "doctor": "R1 and L5 (recovery and site checks)",
-    "bench": "the benchmarks of tests/bench",
-    "batch": "B2 (closed batches)",
+    "drain": "row L6, lifetime; `relax-slurm stop` lets requests finish and ends the run",
+    "doctor": "rows R1 and L5, recovery and site checks; docs/operations.md, Failures, says what to do by hand",
+    "bench": "`make bench` runs what there is",
+    "batch": "row B2, closed batches",
 }
 """Verbs of the contract that this version answers with the row it does not have."""
 
@@ -53,12 +53,13 @@ def _usage() -> str:
 
 def _run(verb: str, words: list[str]) -> int:
     from relax_slurm.cli.common import say_error
+    from relax_slurm.cli.interrupted import exit_code, say, term_interrupts
     from relax_slurm.errors import ConfigError, NotBuilt, RelaxError
 
     debug, as_json = "--debug" in words, "--json" in words
     try:
         if verb in _ROWS:
-            raise NotBuilt(f"relax-slurm {verb} is not built yet: it belongs to row {_ROWS[verb]}")
+            raise NotBuilt(f"relax-slurm {verb} is not built in this version ({_ROWS[verb]})")
         if verb not in VERBS:
             from difflib import get_close_matches
 
@@ -73,7 +74,8 @@ def _run(verb: str, words: list[str]) -> int:
         module.add_arguments(parser)
         parser.add_argument("--json", action="store_true", help="one JSON document on stdout, messages on stderr")
         parser.add_argument("--debug", action="store_true", help="show tracebacks")
-        return int(module.run(parser.parse_args(words)))
+        with term_interrupts():
+            return int(module.run(parser.parse_args(words)))
     except RelaxError as error:
         if debug:
             raise
@@ -82,8 +84,9 @@ def _run(verb: str, words: list[str]) -> int:
     except BrokenPipeError:  # the reader (head, less) has gone; what Python still has to write goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as interrupt:
+        say(interrupt)
+        return exit_code(interrupt)
     except Exception as fault:  # the edge to the user: one sentence, and the traceback on request
         if debug:
             raise

@@ -128,6 +128,9 @@ PASSES: Final = MappingProxyType(
 )
 """In which states each kind passes; otherwise 503."""
 
+_WORK: Final = frozenset({Kind.GENERATE, Kind.READINESS})
+"""Kinds that a suspect engine does not get; what relieves it still passes."""
+
 INFO_FIELDS: Final = frozenset(
     {
         "architectures",
@@ -230,6 +233,10 @@ class AdmissionGuard:
         self.state = Admission.CLOSED
         self.admitted = 0
         """Requests handed to the engine since the start."""
+        self.suspect = ""
+        """Why the engine gets nothing new, whatever the state; empty while nothing is in doubt."""
+        self._answered = 0
+        self._seen: tuple[int, dict[Exchange, int]] = (0, {})
         self._engine_url = engine_url
         self._injected = b""
         if engine_api_key is not None:
@@ -250,6 +257,13 @@ class AdmissionGuard:
     def in_flight(self) -> int:
         """Requests that are at the engine now."""
         return len(self._running)
+
+    def moved(self) -> bool:
+        """Whether any answer has come or grown since the last time this was asked."""
+        answered, before = self._seen
+        now = {exchange: exchange.sent_bytes for exchange in self._running}
+        self._seen = self._answered, now
+        return answered != self._answered or any(size > before.get(exchange, 0) for exchange, size in now.items())
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen; the port. OSError when it cannot be had."""
@@ -301,13 +315,17 @@ class AdmissionGuard:
                 async with asyncio.timeout(drain_deadline_seconds):
                     await self._idle.wait()
             except TimeoutError:
-                cancelled = self.in_flight
-                for call in list(self._running.values()):
-                    if call is not None:
-                        call.fail(Unavailable("the engine is closing and its drain deadline has passed; ask again"))
+                cancelled = self.cut(Unavailable("the engine is closing and its drain deadline has passed; ask again"))
         if not self._running:
             self.state = Admission.CLOSED
         return DrainResult(drained=max(before - cancelled, 0), cancelled=cancelled)
+
+    def cut(self, error: RelaxError) -> int:
+        """Answer everything that runs with `error`, or cut it where an answer has begun; how many there were."""
+        running = [call for call in self._running.values() if call is not None]
+        for call in running:
+            call.fail(error)
+        return len(running)
 
     # requests
 
@@ -324,6 +342,10 @@ class AdmissionGuard:
             raise Unauthorized("bearer token: missing or not this engine's; send 'Authorization: Bearer <token>'")
 
     def _check_state(self, kind: Kind) -> None:
+        if self.suspect and kind in _WORK:
+            raise Unavailable(
+                f"the engine is suspect: {self.suspect}; ask discovery for another engine, or again later"
+            )
         if self.state not in PASSES[kind]:
             raise Unavailable(f"admission is {self.state}; ask discovery for another engine, or again later")
 
@@ -336,7 +358,8 @@ class AdmissionGuard:
             exchange.respond(200 if self._is_alive() else 503)
             return
         if kind is Kind.READINESS:
-            exchange.respond(200 if self.state in PASSES[kind] and self._is_alive() else 503)
+            ready = self.state in PASSES[kind] and not self.suspect and self._is_alive()
+            exchange.respond(200 if ready else 503)
             return
         self._check_key(request)
         self._check_state(kind)  # again: it may have changed while the body came
@@ -359,6 +382,8 @@ class AdmissionGuard:
 
         def done(outcome: Outcome) -> None:
             running.pop(exchange, None)
+            if outcome.end is End.COMPLETE:
+                self._answered += 1
             if not running:
                 self._idle.set()
             if kind is Kind.INFO and outcome.response is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_slurm.core.engine_spec import InferenceEngineSpec, Operation, OperationRefused, spec_for
+from relax_slurm.core.health import Load
 from relax_slurm.errors import EngineFailed, RecoveryRequired, RelaxError, StartupFailed
 from sidecars import process
 from sidecars.command_line import build
@@ -161,6 +162,25 @@ class SGLangEngine:
             return False
         try:
             answer = await self._http.send("GET", "/health", None, timeout_seconds, admin=False)
+        except RelaxError:
+            return False
+        return answer.status == 200
+
+    async def load(self, timeout_seconds: float = HEALTH_SECONDS) -> Load | None:
+        """What the scheduler says of its work; None when it does not answer. A version without the route is empty."""
+        try:
+            answer = await self._http.send("GET", "/v1/loads", None, timeout_seconds, admin=False)
+            if answer.status == 404:
+                return Load(0)
+            return Load.read(self._http.document("/v1/loads", answer))
+        except RelaxError:
+            return None
+
+    async def generates(self, timeout_seconds: float = HEALTH_SECONDS) -> bool:
+        """Whether it makes one token. Ask only an engine that has nothing to do and all its memory."""
+        body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        try:
+            answer = await self._http.send("POST", "/generate", body, timeout_seconds, admin=False)
         except RelaxError:
             return False
         return answer.status == 200

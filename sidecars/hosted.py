@@ -7,17 +7,19 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_slurm.errors import ProtocolError, RecoveryRequired, RelaxError, StartupFailed
+from relax_slurm.core.health import HealthBudget, Pulse, Verdict
+from relax_slurm.errors import ProtocolError, RecoveryRequired, RelaxError, StartupFailed, UpstreamFailed
 from relax_slurm.forward.upstream import Upstream
 from relax_slurm.wire.messages import WorkerState
 from sidecars.admission import Admission, AdmissionGuard, DrainResult
 from sidecars.engine import SGLangEngine, Tag, TagState
 from sidecars.engine_http import EngineHttp
+from sidecars.health import HealthWatch
 from sidecars.ledger import NodeLedger
 from sidecars.nvml import memory_meter
 from sidecars.payload_check import PayloadCheck
@@ -31,9 +33,8 @@ log = logging.getLogger(__name__)
 TERM_SECONDS = 10.0
 KILL_SECONDS = 10.0
 MEASURE_SECONDS = 1.0
-HEALTH_EVERY_SECONDS = 5.0
-HEALTH_BUDGET = 3
-"""Consecutive failed looks before a living process counts as failed."""
+MUTE_TERM_SECONDS = 1.0
+"""How long an engine that failed its health checks may take to end by itself: it has shown that it does not listen."""
 
 Tell = Callable[["HostedWorker", str, str], None]
 
@@ -77,7 +78,13 @@ class HostedWorker:
     """All methods belong to the sidecar's loop. Commands arrive one at a time, `stop` may come in between."""
 
     def __init__(
-        self, spec: WorkerSpec, guard_at: tuple[str, int] | None, generation: int, settings: HostSettings, tell: Tell
+        self,
+        spec: WorkerSpec,
+        guard_at: tuple[str, int] | None,
+        generation: int,
+        settings: HostSettings,
+        tell: Tell,
+        budget: HealthBudget,
     ) -> None:
         self.spec = spec
         self.generation = generation
@@ -100,6 +107,12 @@ class HostedWorker:
             )
         self._gate = _Gate(self.guard)
         self.tenancy = Tenancy(self.engine, self._gate, _meter(spec, settings))
+        self.suspect = False
+        """Alive and not moving: nothing new is given to it."""
+        self._budget = budget
+        self._watch = HealthWatch(self.engine, self.guard, budget, self._unasked)
+        self._operations = 0
+        self._term_seconds = TERM_SECONDS
         self._stopping = False
         self._starting: asyncio.Future[None] | None = None
         self._measuring: asyncio.Task[None] | None = None
@@ -125,7 +138,8 @@ class HostedWorker:
             sim={**spec.sim, "ledger": str(settings.ledger), "node": settings.node},
         )
         at = (str(guard["host"]), int(guard["port"])) if spec.is_head else None
-        return cls(spec, at, int(guard.get("generation", 1)), settings, tell)
+        budget = HealthBudget.from_wire(args.get("health"))
+        return cls(spec, at, int(guard.get("generation", 1)), settings, tell, budget)
 
     # --- what others see ------------------------------------------------------------------------------------
 
@@ -141,6 +155,7 @@ class HostedWorker:
             "pid": self.engine.pid,
             "resident_tags": sorted(str(tag) for tag in self.engine.resident) if self.engine.running else [],
             "memory_bytes": self.memory_bytes,
+            "suspect": self.suspect,
             "detail": self.detail,
         }
 
@@ -178,11 +193,11 @@ class HostedWorker:
         finally:
             self._starting.set_result(None)
         self._set(WorkerState.UP)
-        self._health = asyncio.get_running_loop().create_task(self._look())
+        self._health = asyncio.get_running_loop().create_task(self._look_after_health())
         return {"base_url": self.base_url, "pid": self.engine.pid}
 
     async def _bring_up(self, deadline: float) -> None:
-        self.tenancy.note_before_start()
+        await self.tenancy.note_before_start()
         await self.engine.start()
         self.engine.on_exit(self._exited)
         if self._stopping:
@@ -191,7 +206,7 @@ class HostedWorker:
         if self.guard is not None and self._guard_at is not None:
             await self._learn_vocabulary()
             await self._listen(*self._guard_at)
-        self.tenancy.note_loaded()
+        await self.tenancy.note_loaded()
 
     async def _learn_vocabulary(self) -> None:
         size = await vocabulary(self.spec, EngineHttp(self.spec, self._settings.upstream))
@@ -233,7 +248,7 @@ class HostedWorker:
             await self.guard.close(drain_seconds)
             await self.guard.stop()
         try:
-            await self.engine.stop(TERM_SECONDS, KILL_SECONDS)
+            await self.engine.stop(min(TERM_SECONDS, self._term_seconds), KILL_SECONDS)
             if self._starting is not None and not self._starting.done():
                 # A start under way may have been just before its process: only when it is over nothing comes after us.
                 await asyncio.wait({self._starting})
@@ -258,20 +273,35 @@ class HostedWorker:
 
     async def offload(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """The safe offload order under one deadline; answers after the memory was measured."""
-        outcome = await self.tenancy.offload(float(args["deadline_seconds"]))
-        if not outcome.ok:
-            raise await self._failed(outcome)
-        self._set(WorkerState.ASLEEP)
+        with self.operation():
+            outcome = await self.tenancy.offload(float(args["deadline_seconds"]))
+            if not outcome.ok:
+                raise await self._failed(outcome)
+            self._set(WorkerState.ASLEEP)
         return outcome.as_json()
 
     async def onload(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Bring released tags back; admission stays closed until it is asked for."""
+        """Bring released tags back; admission stays closed until it is asked for.
+
+        An engine that has its memory and waits for weights is up; the result says so, and the same call again, once
+        they are there, does the rest.
+        """
         tags = [Tag(name) for name in args.get("tags") or list(Tag)]
-        outcome = await self.tenancy.onload(float(args["deadline_seconds"]), tags)
-        if not outcome.ok:
-            raise await self._failed(outcome)
-        self._set(WorkerState.UP)
+        with self.operation():
+            outcome = await self.tenancy.onload(float(args["deadline_seconds"]), tags)
+            if not (outcome.ok or outcome.result is Result.WEIGHTS_PENDING):
+                raise await self._failed(outcome)
+            self._set(WorkerState.UP)
         return outcome.as_json()
+
+    @contextlib.contextmanager
+    def operation(self) -> Iterator[None]:
+        """Hold the replica: inside, nothing is asked of the engine for the sake of its health."""
+        self._operations += 1
+        try:
+            yield
+        finally:
+            self._operations -= 1
 
     async def _failed(self, outcome: Outcome) -> RelaxError:
         if outcome.result is Result.ENGINE_GONE:
@@ -307,19 +337,42 @@ class HostedWorker:
         self.detail = detail
         self._tell(self, "exited", detail)
 
-    async def _look(self) -> None:
-        """Second signal beside the process: liveness over HTTP, with a budget, and never on a sleeping engine."""
-        failures = 0
+    def _unasked(self) -> bool:
+        """Whether looking is forbidden: an operation holds the replica, it sleeps, is paused, or drains."""
+        awake = all(state is TagState.RESIDENT for state in self.engine.tags.values())
+        draining = self.guard is not None and self.guard.state is Admission.DRAINING
+        return self._operations > 0 or self.state is not WorkerState.UP or self.engine.paused or draining or not awake
+
+    async def _look_after_health(self) -> None:
+        """The second signal beside the process (`core.health`): suspect engines get nothing new, failed ones end."""
+        pulse = Pulse()
         while True:
-            await asyncio.sleep(HEALTH_EVERY_SECONDS)
-            awake = all(state is TagState.RESIDENT for state in self.engine.tags.values())
-            if self.state is not WorkerState.UP or self.engine.paused or not awake:
-                failures = 0
-                continue
-            failures = 0 if await self.engine.health() else failures + 1
-            if failures >= HEALTH_BUDGET and self.state is WorkerState.UP:
-                self._set(WorkerState.FAILED, f"{failures} health checks in a row failed")
-                self._tell(self, "unhealthy", self.detail)
+            await asyncio.sleep(pulse.pause(self._budget, busy=self._watch.busy))
+            pulse = pulse.after((await self._watch.look()).sign)
+            verdict = pulse.verdict(self._budget)
+            if verdict is Verdict.FAILED:
+                self._lost(str(pulse))
+                return
+            if self.suspect is not (verdict is Verdict.SUSPECT):
+                self._doubt(verdict is Verdict.SUSPECT, str(pulse))
+
+    def _doubt(self, suspect: bool, why: str) -> None:
+        self.suspect, self.detail = suspect, why if suspect else ""
+        if self.guard is not None:
+            self.guard.suspect = self.detail
+        log.warning("%s is %s", self.spec.worker_id, f"suspect: {why}" if suspect else "well again")
+        self._tell(self, "suspect" if suspect else "healthy", self.detail)
+
+    def _lost(self, why: str) -> None:
+        """The budget is used up: whoever waits for an answer hears it now, and the coordinator will end the rest."""
+        self._set(WorkerState.FAILED, f"health: {why}")
+        self._term_seconds = MUTE_TERM_SECONDS
+        if self.guard is not None:
+            self.guard.suspect = why
+            self.guard.cut(
+                UpstreamFailed(f"{self.spec.worker_id}: the engine is given up, {why}; it may have run this")
+            )
+        self._tell(self, "unhealthy", self.detail)
 
     def _set(self, state: WorkerState, detail: str = "") -> None:
         self.state, self.detail = state, detail

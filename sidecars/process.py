@@ -22,6 +22,11 @@ from relax_slurm.errors import RecoveryRequired, StartupFailed
 from sidecars import launcher, proc
 from sidecars.command_line import RUN_TAG, WORKER_TAG, CommandLine
 
+LOOKS = 2
+"""Times in a row that nothing may be found before an end is believed: one look can miss a process that is just being
+forked by one that ends, or is between two programs and shows no environment."""
+LOOK_AGAIN_SECONDS = 0.02
+
 
 @dataclass(frozen=True, slots=True)
 class Exit:
@@ -154,10 +159,16 @@ class OwnedProcess:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
             await self.wait_exit(term_seconds)
         deadline = time.monotonic() + kill_seconds
+        empty = 0
         while True:
             left = await asyncio.to_thread(self.members)
             if not left and not self.running:
-                break
+                empty += 1
+                if empty == LOOKS or self._gone:
+                    break
+                await asyncio.sleep(LOOK_AGAIN_SECONDS)
+                continue
+            empty = 0
             for target in left:
                 proc.kill_exactly(target)
             remaining = deadline - time.monotonic()
@@ -217,7 +228,14 @@ async def kill_tagged(run_tag: str, worker_id: str, kill_seconds: float) -> list
     """
     deadline = time.monotonic() + kill_seconds
     killed: set[int] = set()
-    while left := await asyncio.to_thread(find_tagged, run_tag, worker_id):
+    empty = 0
+    while empty < LOOKS:
+        left = await asyncio.to_thread(find_tagged, run_tag, worker_id)
+        if not left:
+            empty += 1
+            await asyncio.sleep(LOOK_AGAIN_SECONDS if empty < LOOKS and killed else 0)
+            continue
+        empty = 0
         if time.monotonic() >= deadline:
             named = ", ".join(f"{item.pid} ({item.name}, state {item.state})" for item in left)
             raise RecoveryRequired(

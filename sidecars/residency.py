@@ -11,6 +11,7 @@ made again, which goes on where the last one stopped. A repeated success is a no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,15 @@ MemoryMeter = Callable[[Sequence[int]], Mapping[int, int]]
 
 _STEP_SECONDS = (0.01, 0.25)
 _LAST_WORDS_SECONDS = 1.0
+METER_SECONDS = 30.0
+_LAST_LOOK_SECONDS = 2.0
+"""What a measurement gets even at the deadline: without it the outcome could not be told."""
+
+
+class MeterFailed(RecoveryRequired):
+    """The cards could not be measured: what is on them is not known."""
+
+    code = "meter_failed"
 
 
 class Guard(Protocol):
@@ -148,6 +158,7 @@ class Tenancy:
         self._before: dict[int, int] = {}
         self._confirmed = False
         self._open = False
+        self._measuring: asyncio.Future[dict[int, int]] | None = None
         self._lock = asyncio.Lock()
 
     # ---- measuring ---------------------------------------------------------------------------------------------
@@ -156,13 +167,34 @@ class Tenancy:
         """Bytes in use on the engine's GPUs now; empty when there is no meter."""
         return {} if self._meter is None else dict(self._meter(self._engine.worker.gpu_indexes))
 
-    def note_before_start(self) -> None:
-        """Remember what others hold on the cards. Call before the engine starts."""
-        self._foreign = self.measure()
+    async def measured(self, seconds: float) -> dict[int, int]:
+        """`measure`, in a thread: drivers and shared file systems hang, and the loop carries every request.
 
-    def note_loaded(self) -> None:
+        `MeterFailed` when there is no answer within `seconds`, or the meter fails. A thread that hangs is left behind
+        and waited for by the next call, so that there is never more than one.
+        """
+        if self._meter is None:
+            return {}
+        if self._measuring is None or self._measuring.done():
+            self._measuring = asyncio.ensure_future(asyncio.to_thread(self.measure))
+        await asyncio.wait({self._measuring}, timeout=max(seconds, 0.0))
+        who = self._engine.worker.worker_id
+        if not self._measuring.done():
+            raise MeterFailed(
+                f"{who}: its GPUs could not be measured within {seconds:.1f} s; look at the node's driver"
+            )
+        try:
+            return self._measuring.result()
+        except (RelaxError, OSError) as error:
+            raise MeterFailed(f"{who}: its GPUs could not be measured ({error}); look at the node's driver") from error
+
+    async def note_before_start(self) -> None:
+        """Remember what others hold on the cards. Call before the engine starts."""
+        self._foreign = await self.measured(METER_SECONDS)
+
+    async def note_loaded(self) -> None:
         """Remember how much the engine took. Call once it is healthy."""
-        self._loaded = self.measure()
+        self._loaded = await self.measured(METER_SECONDS)
         self._own = {gpu: used - self._foreign.get(gpu, 0) for gpu, used in self._loaded.items()}
 
     def opened(self) -> None:
@@ -195,13 +227,17 @@ class Tenancy:
             result, message = await sequence
         except _Stop as stop:
             result, message = stop.result, stop.message
+        except MeterFailed as error:
+            result, message = await self._unless_gone(Result.MEMORY_HELD, error)
         except RecoveryRequired as error:
             result, message = await self._unless_gone(Result.DOUBTFUL, error)
         except DeadlineExceeded as error:
             result, message = await self._unless_gone(Result.NOT_DRAINED, error)
         except RelaxError as error:
             result, message = await self._unless_gone(Result.REFUSED, error)
-        after = self.measure()
+        after: dict[int, int] = {}
+        with contextlib.suppress(MeterFailed):  # the result stands; this number is for whoever reads it
+            after = await self.measured(_LAST_LOOK_SECONDS)
         return Outcome(result, message, self._clock() - started, dict(self._before), after)
 
     async def _unless_gone(self, result: Result, error: RelaxError) -> tuple[Result, str]:
@@ -226,7 +262,7 @@ class Tenancy:
         if not released:
             self._confirmed = False
             await self._quieten(deadline)
-            self._before = self.measure()
+            self._before = await self.measured(max(self._left(deadline), _LAST_LOOK_SECONDS))
             await engine.release(timeout_seconds=self._left(deadline))
         await self._until_free(deadline)
         self._confirmed = True
@@ -265,7 +301,8 @@ class Tenancy:
             return
         pause = _STEP_SECONDS[0]
         while True:
-            held = [gpu for gpu, used in self.measure().items() if not self._is_free(gpu, used)]
+            used_now = await self.measured(max(self._left(deadline), _LAST_LOOK_SECONDS))
+            held = [gpu for gpu, used in used_now.items() if not self._is_free(gpu, used)]
             if not held:
                 return
             what = f"GPU {', '.join(map(str, held))} still holds the engine's memory"

@@ -8,9 +8,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from relax_slurm.cli.common import add_run_argument, job_of, the_run
+from relax_slurm.cli.common import add_run_argument, the_run
+from relax_slurm.cli.interrupted import told
 from relax_slurm.control.backends import backend_for
 from relax_slurm.control.run_dir import RunDir
+from relax_slurm.control.runs import JobUnknown, job_of
 from relax_slurm.errors import ConfigError
 
 MAX_BYTES = 1 << 20
@@ -31,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
     files = _files(run_dir, args.role)
     if not files:
         roles = ", ".join(sorted({_role(path) for path in run_dir.logs.glob("*.log")})) or "none yet"
-        raise ConfigError(f"run {run_dir.run!r} has no log of role {args.role!r}; there are {roles}")
+        which = "" if args.role is None else f" of role {args.role!r}"
+        raise ConfigError(f"run {run_dir.run!r} has no log{which}; there are {roles}")
     if args.json:
         print(json.dumps({str(path): _last(path, args.lines)[0] for path in files}, indent=2))
         return 0
@@ -41,13 +44,17 @@ def run(args: argparse.Namespace) -> int:
         for line in lines:
             print(f"{path.stem}: {line}")
     if args.follow:
-        _follow(run_dir, args.role, places)
+        with told(lambda: f"run {run_dir.run} is left alone; `relax-slurm stop {run_dir.run}` ends it"):
+            _follow(run_dir, args.role, places)
     return 0
 
 
 def _follow(run_dir: RunDir, role: str | None, places: dict[Path, int]) -> None:
     """Print what is added, files that appear later included, until the run or its job is over."""
-    job = job_of(run_dir)
+    try:
+        job = job_of(run_dir)
+    except JobUnknown:
+        job = None  # the outcome will tell
     backend = None if job is None else backend_for(job[0])
     looked = time.monotonic()
     while True:

@@ -7,21 +7,21 @@ import json
 import os
 import shlex
 import shutil
-import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 from relax_slurm.cli.picture import picture
+from relax_slurm.cli.warn import warnings
 from relax_slurm.config.load import load
 from relax_slurm.config.models import RunConfig
-from relax_slurm.control.run_dir import runs_root
+from relax_slurm.control.prepare import script_paths
+from relax_slurm.control.run_dir import RunDir, runs_root
 from relax_slurm.core.placement import plan as make_plan
 from relax_slurm.core.placement_commands import PlannedCommand, planned_commands
 from relax_slurm.core.placement_json import to_value
 from relax_slurm.core.plan import ComponentPlan, InferencePlacementPlan
-from relax_slurm.slurm.script import ScriptPaths, render
+from relax_slurm.slurm.script import render
 from relax_slurm.wire.host import ephemeral_range
 
 MAX_ROWS = 40
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan; returns 0. Raises ConfigError (exit 2) or a refusal (exit 3)."""
     config = load(args.config, getattr(args, "set", None) or ())
     plan = make_plan(config, ephemeral=ephemeral_range())
-    script = render(plan, config, preview_paths(config, os.environ))
+    attempt = RunDir.upcoming(runs_root(config.runs_root, os.environ), config.name)
+    script = render(plan, config, script_paths(attempt, config))
     if getattr(args, "json", False):
         print(json.dumps(document(config, plan, script), indent=2))
         return 0
@@ -55,16 +56,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def preview_paths(config: RunConfig, environ: Mapping[str, str]) -> ScriptPaths:
-    """Where a first attempt would live. The attempt's number and the run's mark are known at launch only."""
-    attempt = runs_root(config.runs_root, environ) / config.name / "attempt_1"
-    return ScriptPaths(
-        command=(sys.executable, "-m", "relax_slurm.control.supervisor", "--run-dir", str(attempt)),
-        log=attempt / "logs" / "batch.log",
-        tag=f"relax:{config.name}",
-    )
-
-
 def document(config: RunConfig, plan: InferencePlacementPlan, script: str) -> dict[str, Any]:
     """The JSON document of `plan --json`."""
     return {
@@ -72,6 +63,7 @@ def document(config: RunConfig, plan: InferencePlacementPlan, script: str) -> di
         "plan": to_value(plan),
         "config": json.loads(config.resolved_json()),
         "picture": picture(plan),
+        "warnings": list(warnings(plan, config)),
         "script": script,
         "engines": [asdict(command) for command in planned_commands(plan)],
     }
@@ -94,8 +86,10 @@ def text(
         _section("replicas", _replicas(plan, limit)),
         _section("ports", _ports(plan)),
         _section("engine command lines", _commands(config, plan, commands, limit)),
-        _section("sbatch script (the attempt's number and mark are set at launch)", script.rstrip().splitlines()),
+        _section("sbatch script (of the attempt that a launch would make now)", script.rstrip().splitlines()),
     ]
+    if found := warnings(plan, config):
+        parts.insert(1, _section("warnings", list(found)))
     return "\n\n".join(parts) + "\n"
 
 

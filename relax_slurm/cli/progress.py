@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, TextIO
 
-from relax_slurm.slurm.job import JobView
+from relax_slurm.slurm import explain
+from relax_slurm.slurm.job import JobState, JobView
 
 
 class Progress:
@@ -22,9 +23,11 @@ class Progress:
         self._stream.flush()
 
     def job(self, view: JobView) -> None:
-        """The job's state, when it changed."""
-        reason = f" ({view.reason})" if view.reason else ""
-        self._changed("job", f"job {view.state}{reason}")
+        """The job's state, when it changed; for one that waits also what to do where waiting does not help."""
+        reason = f" ({view.reason})" if view.reason and view.reason != view.state else ""
+        advice = explain.pending(view.reason) if view.state is JobState.PENDING else None
+        unknown = "; Slurm does not answer, asking again" if view.state is JobState.UNKNOWN else ""
+        self._changed("job", f"job {view.state}{reason}{f': {advice}' if advice else ''}{unknown}")
 
     def state(self, state: dict[str, Any]) -> None:
         """Run, nodes and replicas, when they changed."""

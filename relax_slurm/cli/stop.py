@@ -8,15 +8,17 @@ import sys
 import time
 from typing import Any
 
-from relax_slurm.cli.common import LAG_SECONDS, add_run_argument, ask, job_of, outcome_of, the_run
+from relax_slurm.cli.common import LAG_SECONDS, add_run_argument, ask, outcome_of, root_of
+from relax_slurm.cli.interrupted import told
 from relax_slurm.cli.progress import Progress
 from relax_slurm.config.load import from_resolved
 from relax_slurm.control.backends import BackendKind, backend_for
-from relax_slurm.control.local import LocalBackend
 from relax_slurm.control.replica_commands import ENDING_SECONDS
 from relax_slurm.control.run_dir import RunDir
+from relax_slurm.control.runs import choose_to_end, job_of
 from relax_slurm.errors import RecoveryRequired, Unavailable
-from relax_slurm.slurm.backend import Backend
+from relax_slurm.slurm.backend import Backend, CancelFailed
+from relax_slurm.slurm.command import SECONDS
 from relax_slurm.slurm.job import JobRef, JobState, JobView
 from relax_slurm.wire.client import RemoteError
 
@@ -24,6 +26,8 @@ FORCE_SECONDS = 30.0
 """The part of the time (half of a short one) that is kept for ending what did not end when it was asked."""
 KILL_SECONDS = 1.0
 """A local supervisor gets at least this long to be seen to end, also where the time is shorter or up."""
+COMMAND_SHARE = 3.0
+"""One command of the backend gets at most this part of the time that is left: one that hangs leaves time for others."""
 AGAIN_SECONDS = 2.0
 """A job that waits or runs a new attempt so long after it was cancelled was requeued meanwhile: cancelled once more."""
 
@@ -43,8 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 0 when nothing of the run is left; 9 when the end of something is not proven."""
-    run_dir = the_run(args)
+    run_dir, others = choose_to_end(root_of(args), args.run)
     progress = Progress(sys.stderr)
+    if args.run is None:
+        beside = f"; also alive: {', '.join(others[:8])}" if others else ""
+        progress.say(f"no run was named: stopping {run_dir.run} (attempt {run_dir.attempt}){beside}")
     outcome = stop(run_dir, progress, _default_seconds(run_dir) if args.timeout is None else args.timeout)
     if args.json:
         print(json.dumps(outcome, indent=2))
@@ -70,47 +77,90 @@ def stop(run_dir: RunDir, progress: Progress, timeout_seconds: float) -> dict[st
 
     `timeout_seconds` covers everything; the last part of it is kept for ending what did not end when asked.
     """
-    job = job_of(run_dir)
+    began = time.monotonic()
+    with told(lambda: f"nothing of run {run_dir.run} was asked to end; `relax-slurm stop {run_dir.run}` ends it"):
+        job = job_of(run_dir, seconds=min(SECONDS, max(timeout_seconds / COMMAND_SHARE, KILL_SECONDS)))
     if job is None:
         return {"run": run_dir.run, "state": "UNSUBMITTED"}
-    return _Stop(run_dir, backend_for(job[0]), *job, progress, timeout_seconds).to_the_end()
+    ending = _Stop(run_dir, backend_for(job[0]), *job, progress, timeout_seconds, began)
+    with told(ending.so_far):
+        return ending.to_the_end()
 
 
 class _Stop:
     """The end of one job, whichever attempt it runs."""
 
     def __init__(
-        self, run_dir: RunDir, backend: Backend, kind: str, job: JobRef, progress: Progress, timeout_seconds: float
+        self,
+        run_dir: RunDir,
+        backend: Backend,
+        kind: str,
+        job: JobRef,
+        progress: Progress,
+        timeout_seconds: float,
+        began: float,
     ) -> None:
         self._run_dir, self._backend, self._kind, self._job = run_dir, backend, kind, job
         self._progress, self._timeout_seconds = progress, timeout_seconds
-        self._deadline = time.monotonic() + timeout_seconds
+        self._deadline = began + timeout_seconds
         self._force_seconds = min(FORCE_SECONDS, timeout_seconds / 2)
         self._asked: int | None = None
         """The attempt whose coordinator took the request."""
         self._cancelled: float | None = None
         """When the job was cancelled last."""
         self._cancelled_attempt = run_dir.attempt
+        self._refused_at: float | None = None
+        """When the backend did not answer the last request to cancel."""
+
+    def so_far(self) -> str:
+        """What has been done, for somebody who does not want to wait for the end."""
+        run = self._run_dir.run
+        if self._cancelled is not None and self._refused_at is None:
+            done = f"the {_noun(self._kind)} {self._job} of run {run} was told to end"
+        elif self._asked is not None:
+            done = f"run {run} was asked to end and goes on ending"
+        else:
+            done = f"run {run} was not asked to end yet"
+        return f"{done}; its end is not confirmed, `relax-slurm stop {run}` waits for it"
 
     def to_the_end(self) -> dict[str, Any]:
         """Ask, look and cancel until the job is over; `RecoveryRequired` when it is not in time."""
         while True:
             self._run_dir = self._run_dir.newest()
-            view = self._backend.poll(self._job)
+            view = self._backend.poll(self._job, self._share())
             self._progress.job(view)
             if view.over:
                 return self._outcome()
             left = self._deadline - time.monotonic()
+            if left <= 0 and self._cancelled is not None:
+                raise self._not_confirmed(view)
             if self._cancelled is None:
                 self._end_in_good_order(view, left)
-            elif left <= 0:
-                raise RecoveryRequired(
-                    f"{self._kind} job {self._job} of run {self._run_dir.run!r} is still {view.state} after it was "
-                    f"cancelled; look at it with squeue and at its nodes"
-                )
+            elif self._refused_at is not None and time.monotonic() - self._refused_at > AGAIN_SECONDS:
+                self._cancel("the request to end it was not answered")
             elif self._runs_again(view) and time.monotonic() - self._cancelled > AGAIN_SECONDS:
                 self._cancel("it was put back into the queue")
             time.sleep(0.2)
+
+    def _share(self) -> float:
+        """Seconds that the next command of the backend may take."""
+        return max((self._deadline - time.monotonic()) / COMMAND_SHARE, KILL_SECONDS)
+
+    def _not_confirmed(self, view: JobView) -> RecoveryRequired:
+        """Why the end is in doubt. Slurm's silence is said as that, never as a state of the job."""
+        what = f"{self._kind} job {self._job} of run {self._run_dir.run!r}"
+        outcome = self._run_dir.read("outcome.json")
+        ended = (
+            "" if outcome is None else f" (attempt {self._run_dir.attempt} itself ended with {outcome.get('state')})"
+        )
+        if view.state is JobState.UNKNOWN:
+            return RecoveryRequired(
+                f"the end of {what} is not confirmed{ended}: Slurm could not be asked ({view.reason}); "
+                f"run `relax-slurm stop {self._run_dir.run}` again when `squeue` answers"
+            )
+        return RecoveryRequired(
+            f"{what} is still {view.state} after it was cancelled{ended}; look at it with squeue and at its nodes"
+        )
 
     def _runs_again(self, view: JobView) -> bool:
         return view.state is JobState.PENDING or self._run_dir.attempt > self._cancelled_attempt
@@ -141,10 +191,16 @@ class _Stop:
 
     def _cancel(self, why: str) -> None:
         self._progress.say(f"{why}; ending the {_noun(self._kind)}")
-        if isinstance(self._backend, LocalBackend):  # waits for the end; scancel does not
-            self._backend.cancel(self._job, max(self._deadline - time.monotonic(), KILL_SECONDS))
-        else:
-            self._backend.cancel(self._job)
+        local = self._kind != BackendKind.SLURM  # a local cancel waits for the end; scancel does not
+        budget = max(self._deadline - time.monotonic(), KILL_SECONDS) if local else self._share()
+        self._refused_at = None
+        try:
+            self._backend.cancel(self._job, budget)
+        except CancelFailed as error:
+            if not error.silent:
+                raise
+            self._progress.say(error.message)
+            self._refused_at = time.monotonic()
         self._cancelled, self._cancelled_attempt = time.monotonic(), self._run_dir.attempt
 
     def _outcome(self) -> dict[str, Any]:

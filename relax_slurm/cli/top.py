@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import time
 
 from relax_slurm.cli.common import add_run_argument, state_of, the_run
+from relax_slurm.cli.interrupted import told
+from relax_slurm.cli.status import OVER
 from relax_slurm.cli.view import view
 
 
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit 0, when the run is over or at Ctrl-C."""
+    """Exit 0 when the run is over; 130 at Ctrl-C, after the last look was printed."""
     run_dir = the_run(args)
     if args.json or args.once:
         state = state_of(run_dir)
@@ -30,12 +31,17 @@ def run(args: argparse.Namespace) -> int:
     from rich.text import Text
 
     state = state_of(run_dir)
-    with contextlib.suppress(KeyboardInterrupt), Live(console=Console(), screen=True, auto_refresh=False) as live:
-        while True:
-            live.update(Text(view(state)), refresh=True)
-            if state["state"] in ("STOPPED", "FAILED", "JOB_GONE", "JOB_ENDED"):
-                break
-            time.sleep(max(args.every, 0.2))
-            state = state_of(run_dir)
-    print(view(state))
+    try:
+        with (
+            told(lambda: f"run {run_dir.run} was {state['state']} and is left alone"),
+            Live(console=Console(), screen=True, auto_refresh=False) as live,
+        ):
+            while True:
+                live.update(Text(view(state)), refresh=True)
+                if state["state"] in OVER:
+                    break
+                time.sleep(max(args.every, 0.2))
+                state = state_of(run_dir)
+    finally:
+        print(view(state))
     return 0

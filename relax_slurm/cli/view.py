@@ -11,13 +11,13 @@ MAX_LINES = 64
 
 def view(state: dict[str, Any]) -> str:
     """Run, roles, replicas and nodes; long lists are cut and counted."""
-    jobs = f"  job {'+'.join(state['job_ids'])}" if state.get("job_ids") else ""
+    jobs = f"  {_jobs(state['job_ids'])}" if state.get("job_ids") else ""
     lines = [f"{state['run']}  attempt {state['attempt']}  {state['state']}{jobs}  epoch {state.get('epoch') or '-'}"]
     if state.get("reason"):
         lines.append(f"reason   {state['reason']}")
     if state.get("error"):
         lines.append(f"error    {state['error']['message']}")
-    if state.get("gateway_url"):
+    if state.get("gateway_url") and state["state"] not in ("STOPPED", "FAILED"):
         lines.append(f"gateway  {state['gateway_url']}  token {state['token_file']}")
     lines.append(f"files    {state['run_dir']}")
     for title, rows, columns in (
@@ -28,6 +28,11 @@ def view(state: dict[str, Any]) -> str:
         if rows:
             lines += ["", title, table(rows, columns, limit=MAX_LINES)]
     return "\n".join(lines)
+
+
+def _jobs(ids: list[str]) -> str:
+    """The leader's id, which every Slurm command takes, and how many components it has."""
+    return f"job {ids[0]}" + (f" ({len(ids)} components: {', '.join(ids)})" if len(ids) > 1 else "")
 
 
 def _roles(state: dict[str, Any]) -> list[dict[str, str]]:

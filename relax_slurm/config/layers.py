@@ -10,7 +10,7 @@ from typing import Any
 
 from relax_slurm.config.engine_args import canonical
 from relax_slurm.config.explain import Path, dotted, has_part
-from relax_slurm.config.hints import hint
+from relax_slurm.config.hints import hint, nearest
 from relax_slurm.config.models import RunConfig
 from relax_slurm.config.yaml_text import MAX_DEPTH, parse
 from relax_slurm.errors import ConfigError
@@ -29,6 +29,20 @@ CLUSTER_KEYS = (
 )
 """Top-level keys a cluster file may have: what describes a site, never what a run is."""
 TOP_LEVEL_VARIABLES = {"RELAX_RUNS_ROOT": "runs_root", "RELAX_JOB_SHAPE": "job_shape"}
+OUR_OWN = frozenset(
+    {
+        "RELAX_NODE",
+        "RELAX_PARENT_PID",
+        "RELAX_ROUTER_KEY",
+        "RELAX_RUN_TAG",
+        "RELAX_SIM_ADMIN_KEY",
+        "RELAX_SIM_API_KEY",
+        "RELAX_SIM_OPTIONS",
+        "RELAX_WORKER_TAG",
+    }
+)
+"""What the tool sets for its own children: no settings, and there when a launch runs inside a run."""
+TEST_PREFIX = "RELAX_TEST_"
 _SEGMENT = re.compile(r'"([^"]+)"|([^".\s]+)')
 
 
@@ -58,10 +72,12 @@ def from_flags(settings: Sequence[str]) -> list[Layer]:
 def from_environment(environ: Mapping[str, str]) -> list[Layer]:
     """`RELAX_SLURM__PARTITION=main` sets `slurm.partition`; the two plain names are in `TOP_LEVEL_VARIABLES`.
 
-    Variables whose first part is no section are somebody else's and are left alone.
+    Variables whose first part is no section are somebody else's and are left alone, unless they are so near to one of
+    ours that they are probably meant (`check_variable`).
     """
     layers = []
     for variable in sorted(environ):
+        check_variable(variable)
         if variable in TOP_LEVEL_VARIABLES:
             path: tuple[str, ...] = (TOP_LEVEL_VARIABLES[variable],)
         elif variable.startswith("RELAX_") and "__" in variable:
@@ -74,6 +90,37 @@ def from_environment(environ: Mapping[str, str]) -> list[Layer]:
         text = variable in TOP_LEVEL_VARIABLES
         layers.append(Layer(f"${variable}", _nest(path, value if text else parse(value, f"${variable}"))))
     return layers
+
+
+def check_variable(variable: str) -> None:
+    """`ConfigError` for a misspelt setting: read as somebody else's it would silently do nothing."""
+    if not variable.startswith("RELAX_") or variable in OUR_OWN or variable.startswith(TEST_PREFIX):
+        return
+    if variable in TOP_LEVEL_VARIABLES or variable == CLUSTER_FILE:
+        return
+    name = variable.removeprefix("RELAX_").lower()
+    section, double, _ = name.partition("__")
+    if double and section in RunConfig.model_fields:
+        return  # an unknown key in it is found when the config is validated
+    meant = _meant(variable, name, section if double else None)
+    if meant is not None:
+        raise ConfigError(
+            f"${variable}: no such setting, so it would do nothing; did you mean {meant}? Rename it, or unset it "
+            f"if it is not for relax-slurm"
+        )
+
+
+def _meant(variable: str, name: str, section: str | None) -> str | None:
+    """The setting that a variable is near to. Short sections want a nearer spelling than whole names."""
+    if section is not None:
+        close = nearest(section, RunConfig.model_fields, cutoff=0.8)
+        return None if close is None else f"RELAX_{close.upper()}__…"
+    for key, field in RunConfig.model_fields.items():
+        fields = getattr(field.annotation, "model_fields", {})
+        rest = name.removeprefix(f"{key}_")
+        if rest != name and rest in fields:
+            return f"RELAX_{key.upper()}__{rest.upper()} (two underscores between section and key)"
+    return nearest(variable, (*TOP_LEVEL_VARIABLES, CLUSTER_FILE), cutoff=0.8)
 
 
 def check_cluster_keys(data: dict[str, Any], label: str) -> None:

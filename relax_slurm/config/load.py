@@ -35,6 +35,7 @@ def load(
     variables = os.environ if environ is None else environ
     label = os.fspath(path)
     run = Layer(label, _mapping(label, label))
+    _check_is_run_file(run)
     strong = [*sources.from_environment(variables), *sources.from_flags(overrides)]
     cluster_path = _cluster_path(run, strong, variables)
     weak: list[Layer] = []
@@ -47,6 +48,17 @@ def load(
     if cluster_path is not None:
         merged["cluster"] = os.path.abspath(cluster_path)
     return _validate(merged, every, label)
+
+
+def _check_is_run_file(run: Layer) -> None:
+    """A cluster file given as run file is told apart by what it lacks: everything that a run is."""
+    needed = ("name", "placement", "pools", "roles")
+    if run.data and not any(key in run.data for key in needed) and set(run.data) <= set(sources.CLUSTER_KEYS):
+        raise ConfigError(
+            f"{run.label}: this is a cluster file (it has only {', '.join(run.data)}); a run file has "
+            f"{', '.join(needed)}. Name it in a run file as `cluster: {os.path.basename(run.label)}`, or in "
+            f"${CLUSTER_FILE}"
+        )
 
 
 def from_mapping(data: Mapping[str, Any], label: str = "config") -> RunConfig:

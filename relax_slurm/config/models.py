@@ -20,6 +20,7 @@ from relax_slurm.config.site import (
     EngineConfig,
     GatewayConfig,
     HeadConfig,
+    HealthConfig,
     LocalConfig,
     PortsConfig,
     SimConfig,
@@ -44,7 +45,8 @@ class PoolConfig(Section):
     partition: Directive | None = None
     """Partition of this pool; null takes `slurm.partition`."""
     cpus_per_node: Count | None = None
-    """CPUs taken on each node; null leaves it to Slurm."""
+    """CPUs taken on each node. null leaves it to Slurm, which gives one unless the partition has a default per GPU or
+    `slurm.exclusive` takes whole nodes; engines need several."""
     mem: Directive | None = None
     """Memory per node in Slurm's form, such as `64G`; null leaves it out."""
 
@@ -297,6 +299,7 @@ __all__ = [
     "GatewayConfig",
     "GroupConfig",
     "HeadConfig",
+    "HealthConfig",
     "LocalConfig",
     "ModelConfig",
     "PoolConfig",

@@ -35,6 +35,7 @@ source wins:
 
 1. `--set key.path=value` on the command line (repeatable; a name with dots is quoted: `models."qwen2.5".gpus=4`);
 2. variables: `RELAX_SLURM__PARTITION=main` sets `slurm.partition`, two underscores stand for a dot; {variables};
+   a variable that is near to these and none of them is an error;
 3. the run file;
 4. the cluster file, named by `--set cluster=…`, by `RELAX_CLUSTER_FILE` or by the run file's `cluster`; it may have
    {cluster};

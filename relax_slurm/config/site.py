@@ -7,37 +7,13 @@ import ipaddress
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from relax_slurm.config.base import Count, Directive, OptionLine, Seconds, Section, ShellLine, Text
 from relax_slurm.config.hints import nearest
+from relax_slurm.config.options import SBATCH, SRUN, owned
 
 TIME_PATTERN = re.compile(r"(\d+-)?\d{1,6}(:\d{1,2}){0,2}")
-_ONE_TASK = "nothing: one task per node is started"
-_NO_ARRAY = "nothing: a heterogeneous job cannot be an array"
-_GPUS = "pools.POOL.gpus_per_node"
-OWNED_SBATCH = {
-    **dict.fromkeys(("--job-name", "-J"), "name"),
-    **dict.fromkeys(("--nodes", "-N"), "pools.POOL.nodes"),
-    **dict.fromkeys(("--gpus", "-G", "--gpus-per-node", "--gres"), _GPUS),
-    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), _ONE_TASK),
-    **dict.fromkeys(("--output", "-o", "--error", "-e"), "runs_root"),
-    **dict.fromkeys(("--array", "-a"), _NO_ARRAY),
-    **dict.fromkeys(("--time", "-t"), "slurm.time"),
-    **dict.fromkeys(("--partition", "-p"), "slurm.partition"),
-    **dict.fromkeys(("--account", "-A"), "slurm.account"),
-    **dict.fromkeys(("--qos", "-q"), "slurm.qos"),
-    **dict.fromkeys(("--constraint", "-C"), "slurm.constraint"),
-    **dict.fromkeys(("--requeue", "--no-requeue"), "slurm.requeue"),
-    **dict.fromkeys(("--cpus-per-task", "-c"), "pools.POOL.cpus_per_node"),
-    "--reservation": "slurm.reservation",
-    "--exclusive": "slurm.exclusive",
-    "--comment": "slurm.comment",
-    "--signal": "slurm.signal_seconds",
-    "--mem": "pools.POOL.mem",
-    "--wrap": "slurm.setup",
-}
-"""sbatch options the tool writes itself, and the key to use instead."""
 
 
 class SlurmConfig(Section):
@@ -63,10 +39,11 @@ class SlurmConfig(Section):
     """Ask for whole nodes. GPUs are requested explicitly in any case, because steps do not get implicit
     ones."""
     extra_sbatch: tuple[OptionLine, ...] = ()
-    """Further sbatch options, one per entry, such as `--mail-type=END`. Options that the tool writes are
-    refused."""
+    """Further sbatch options, one per entry, such as `--mail-type=END`. Options that the tool writes are refused,
+    however they are shortened, and so are those that change what submitting means."""
     extra_srun: tuple[OptionLine, ...] = ()
-    """Further options of every node step."""
+    """Further options of every node step. Those that say where and how often it runs, or which GPUs it gets, are
+    refused."""
     setup: tuple[ShellLine, ...] = ()
     """Shell lines run first on the batch host, such as `module load cuda`."""
     template: Text | None = None
@@ -109,18 +86,16 @@ class SlurmConfig(Section):
                 raise ValueError(f"entry {line!r} is not an option; write it as --option=value")
         return value
 
-    @field_validator("extra_sbatch")
+    @field_validator("extra_sbatch", "extra_srun")
     @classmethod
-    def _owned(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _owned(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         for line in value:
-            option = re.split(r"[=\s]", line, maxsplit=1)[0]
-            short = option[:2] if not option.startswith("--") else option
-            if short == "--gres" and "gpu" not in line:
-                continue  # other generic resources are the site's business
-            if short in OWNED_SBATCH:
-                raise ValueError(
-                    f"entry {line!r} sets {short}, which the tool writes itself; use {OWNED_SBATCH[short]}"
-                )
+            found = owned(line, SBATCH if info.field_name == "extra_sbatch" else SRUN)
+            if found is not None:
+                option, instead = found
+                why, nothing, reason = instead.partition("nothing: ")
+                words = f"is refused: {reason}; remove it" if nothing else f"the tool writes itself; use {why}"
+                raise ValueError(f"entry {line!r} sets {option}, which {words}")
         return value
 
 
@@ -139,6 +114,8 @@ class GatewayConfig(Section):
     """Largest request body in MiB; larger ones are answered 413 without being read."""
     deadline_seconds: Seconds = 1800.0
     """Longest time one request may take; then 504."""
+    doubt_seconds: Seconds = 20.0
+    """How long a request may stay at an engine that discovery shows as UNKNOWN or gone; then 502, or a cut."""
     staleness_seconds: Seconds = 10.0
     """How old the last word of the coordinator may be before the gateway stops routing by it."""
 
@@ -178,6 +155,9 @@ class ControlConfig(Section):
     """Time between two beats of a sidecar."""
     silence_seconds: Seconds = 10.0
     """After this long without a word a sidecar closes admission and the coordinator stops routing to it."""
+    lost_seconds: Seconds = 60.0
+    """After this long without a word the replicas of a node fail: they are stopped and built again once it is heard
+    or its end is proven. Until then its GPUs stay fenced."""
     operation_seconds: Seconds = 180.0
     """Time limit of one onload, offload or other lease operation; when it passes the lease is blocked."""
     drain_seconds: Seconds = 30.0
@@ -196,6 +176,11 @@ class ControlConfig(Section):
                 f"silence_seconds is {self.silence_seconds:g} and beat_seconds {self.beat_seconds:g}: "
                 f"silence must be at least three beats ({3 * self.beat_seconds:g} s), or one lost message "
                 "fences a healthy node"
+            )
+        if self.lost_seconds <= self.silence_seconds:
+            raise ValueError(
+                f"lost_seconds is {self.lost_seconds:g} and silence_seconds {self.silence_seconds:g}: a silent node "
+                "gets the time in between to come back; make lost_seconds larger"
             )
         if self.operation_seconds <= self.drain_seconds:
             raise ValueError(
@@ -274,6 +259,38 @@ class SimConfig(Section):
         return self
 
 
+class HealthConfig(Section):
+    """When a living engine leaves routing and when it is given up (docs/operations.md, Health)."""
+
+    every_seconds: Annotated[float, Field(ge=0.05, le=60)] = 1.0
+    """Time between two looks at an engine that has work or is in doubt."""
+    idle_seconds: Annotated[float, Field(ge=0.05, le=600)] = 5.0
+    """Time between two looks at an engine that has nothing to do."""
+    answer_seconds: Annotated[float, Field(ge=0.05, le=60)] = 2.0
+    """How long the engine may take to answer a look."""
+    generate_seconds: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    """An engine that has had nothing to do for this long generates one token to prove that it can; 0 never asks."""
+    mute_suspect: Count = 2
+    """Looks in a row without any answer after which nothing new is routed there."""
+    mute_failed: Count = 6
+    """Looks in a row without any answer after which the replica fails and is built again."""
+    stalled_suspect: Count = 5
+    """Looks in a row that were answered while the work did not move, after which nothing new is routed there."""
+    stalled_failed: Count = 20
+    """The same, after which the replica fails and is built again. Raise it for kernels that compile for minutes."""
+
+    @model_validator(mode="after")
+    def _order(self) -> HealthConfig:
+        for kind in ("mute", "stalled"):
+            suspect, failed = getattr(self, f"{kind}_suspect"), getattr(self, f"{kind}_failed")
+            if suspect >= failed:
+                raise ValueError(
+                    f"{kind}_suspect is {suspect} and {kind}_failed {failed}: an engine leaves routing before it is "
+                    f"given up; make {kind}_failed larger"
+                )
+        return self
+
+
 class EngineConfig(Section):
     """The program behind every replica."""
 
@@ -291,6 +308,8 @@ class EngineConfig(Section):
     """Python interpreter that has sglang-router on the head node; null takes `python`, or the one that runs us."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the engines, on top of those of the node."""
+    health: HealthConfig = HealthConfig()
+    """Looks at running engines."""
     sim: SimConfig = SimConfig()
     """Settings of the simulated engine."""
 

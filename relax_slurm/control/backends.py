@@ -9,6 +9,7 @@ from enum import StrEnum
 from relax_slurm.control.local import LocalBackend
 from relax_slurm.errors import ConfigError
 from relax_slurm.slurm.backend import Backend, SlurmBackend
+from relax_slurm.slurm.command import SECONDS
 from relax_slurm.slurm.environment import inside_job
 
 
@@ -35,6 +36,9 @@ def choose(wanted: str, environ: Mapping[str, str]) -> BackendKind:
     return BackendKind.SLURM if found else BackendKind.LOCAL
 
 
-def backend_for(kind: str) -> Backend:
-    """The object that submits, polls and cancels. A borrowed allocation's supervisor is a process of ours."""
-    return SlurmBackend() if kind == BackendKind.SLURM else LocalBackend()
+def backend_for(kind: str, *, seconds: float = SECONDS) -> Backend:
+    """The object that submits, polls and cancels. A borrowed allocation's supervisor is a process of ours.
+
+    `seconds` is how long one Slurm command may take.
+    """
+    return SlurmBackend(seconds=seconds) if kind == BackendKind.SLURM else LocalBackend()

@@ -18,9 +18,11 @@ from relax_slurm.control.allocation import Allocation
 from relax_slurm.control.event_log import EventLog
 from relax_slurm.control.head_ports import head_ports
 from relax_slurm.control.inbox import Inbox
+from relax_slurm.control.leases import LifecycleCoordinator
 from relax_slurm.control.links import NodeLink, NodeLinks
 from relax_slurm.control.manager import Hooks, InferenceManager
 from relax_slurm.control.managers import Managers
+from relax_slurm.control.moves import Moves
 from relax_slurm.control.node_reports import bind_nodes
 from relax_slurm.control.publisher import Publisher
 from relax_slurm.control.refusals import (
@@ -30,18 +32,23 @@ from relax_slurm.control.refusals import (
     StaleIncarnation,
     UnknownNode,
 )
+from relax_slurm.control.role_mover import RoleMover
 from relax_slurm.control.router_program import RouterProgram
 from relax_slurm.control.routers import ModelRouter, Routers
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.core.binding import BoundPlan
+from relax_slurm.core.engine_spec import OperationRefused
 from relax_slurm.core.evidence import StepProof
+from relax_slurm.core.lease import sharing
+from relax_slurm.core.lifecycle import Lifecycle
+from relax_slurm.core.operations import Ask, Method, Operation
 from relax_slurm.core.plan import InferencePlacementPlan, RouteMode
 from relax_slurm.core.registry import Registry
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import Evidence
 from relax_slurm.core.run import SERVING, TERMINAL, Run, RunEvent, RunState
 from relax_slurm.errors import BindingMismatch, EngineFailed, StartupFailed
-from relax_slurm.wire.messages import Beat, Hello, Result, StepEnded, Stop, WorkerStatus
+from relax_slurm.wire.messages import Beat, Hello, LifecycleAsk, MoveRole, Result, StepEnded, Stop, WorkerStatus
 from relax_slurm.wire.messages import Event as WorkerEvent
 from relax_slurm.wire.server import ControlServer
 
@@ -81,6 +88,15 @@ class Coordinator:
         self.publisher = Publisher(self.epoch, server)
         self.events = EventLog(run_dir.path)
         self.hooks = Hooks(self._publish_replica, self.record, self.spawn, clock, new_id)
+        self.moves = Moves(self.record, self.spawn)
+        seconds = config.control.operation_seconds
+        self.leases = LifecycleCoordinator(
+            Lifecycle(sharing(plan), operation_seconds=seconds),
+            RoleMover(self.managers, self.routers, seconds=seconds),
+            record=self.record,
+            spawn=self.spawn,
+            clock=clock,
+        )
         self._endpoint = endpoint
         self._tasks: set[asyncio.Task[None]] = set()
         self._inbox = Inbox(self)
@@ -90,7 +106,8 @@ class Coordinator:
     def start(self) -> None:
         """Write down where we are, then listen, publish and watch for silence."""
         self.run_dir.write_json("endpoint.json", self._endpoint)
-        for work in (self._inbox.run(), self.publisher.run(), self._pulse(), self._watch(), self.events.run()):
+        watching = (self._pulse(), self._watch(), self.leases.watch())
+        for work in (self._inbox.run(), self.publisher.run(), *watching, self.events.run()):
             self.spawn(work)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -253,6 +270,28 @@ class Coordinator:
         self.run_dir.write_json("endpoint.json", self._endpoint)
         self.record("gateway_up", url=url)
 
+    def on_move(self, message: MoveRole) -> dict[str, Any]:
+        """Offload or onload a role; answers at once, the state document tells how it ends."""
+        role = next((role for role in self.plan.roles if role.role == message.role), None)
+        if role is None or self.run.state not in (RunState.READY, RunState.DEGRADED):
+            where = "the run has no such role" if role is None else f"the run is {self.run.state}"
+            raise OperationRefused(f"{message.role}: {message.method} is refused, {where}; wanted READY or DEGRADED")
+        if not self.leases.holds(str(role.role)):
+            raise OperationRefused(f"{message.role}: {message.method} is refused, the role does not have its GPUs now")
+        managers = [self.managers[role.role, model.name] for model in role.models]
+        return self.moves.begin(role, managers, message.method, message.id).as_json()
+
+    def on_lifecycle(self, message: LifecycleAsk) -> Operation:
+        """A lease or a batch shall change; the operation tells when it has."""
+        if self.run.state not in (RunState.READY, RunState.DEGRADED):
+            raise OperationRefused(f"{message.kind} is refused, the run is {self.run.state}; wanted READY or DEGRADED")
+        if message.holder is not None and self.moves.running(message.holder):
+            raise OperationRefused(
+                f"{message.kind} {message.holder} is refused, a move of it is under way; wait for it"
+            )
+        ask = Ask(message.id, Method(message.kind), message.batch, message.holder, message.error)
+        return self.leases.ask(ask)
+
     def on_stop(self, message: Stop) -> None:
         """A client wants the end, or the supervisor cannot go on."""
         reason = message.reason or "asked by a client"
@@ -336,12 +375,20 @@ class Coordinator:
             await asyncio.sleep(control.beat_seconds)
             now = self.clock()
             for link in self.links.nodes.values():
-                if link.identity is None or link.silent or now - link.last_heard <= control.silence_seconds:
+                quiet = now - link.last_heard
+                if link.identity is None or quiet <= control.silence_seconds:
                     continue
-                link.silent = True
-                self.record("silent", node=link.name, seconds=round(now - link.last_heard, 1))
-                for manager in self.managers.on_node(link.name):
-                    manager.on_node_silent(link.name)
+                if not link.silent:
+                    link.silent = True
+                    self.record("silent", node=link.name, seconds=round(quiet, 1))
+                    for manager in self.managers.on_node(link.name):
+                        manager.on_node_silent(link.name)
+                if not link.given_up and quiet > control.lost_seconds:
+                    link.given_up = True
+                    reason = f"node {link.name} has been silent for {quiet:.0f} s"
+                    self.record("lost", node=link.name, seconds=round(quiet, 1))
+                    for manager in self.managers.on_node(link.name):
+                        manager.on_node_lost(link.name, reason)
 
     def follow_replicas(self) -> None:
         """Let every manager go on with what had to wait, and tell the run whether everything is there."""

@@ -86,6 +86,7 @@ def _settings(run_dir: RunDir, config: RunConfig, plan: InferencePlacementPlan) 
         roles=tuple(role.role for role in plan.roles),
         max_body_bytes=int(wanted.max_body_mb * (1 << 20)),
         deadline_seconds=wanted.deadline_seconds,
+        doubt_seconds=wanted.doubt_seconds,
         staleness_seconds=wanted.staleness_seconds,
         judges=judges_of(plan),
     )

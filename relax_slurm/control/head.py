@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import signal
 import sys
@@ -61,7 +62,7 @@ async def serve(run_dir: RunDir) -> int:
             coordinator.record("outcome", **{key: outcome[key] for key in ("state", "exit_code", "reason")})
             # The outcome comes last: who waits for it finds every event written.
             await coordinator.events.flush()
-            run_dir.write_json("outcome.json", outcome)
+            run_dir.write_outcome(outcome)
         finally:
             await coordinator.close()
     return int(outcome["exit_code"])
@@ -89,9 +90,20 @@ def main(argv: list[str] | None = None) -> int:
         log.error("%s", error.message)
         return error.exit_code  # no outcome: it would be taken for that of the run which goes on
     except (RelaxError, OSError, ValueError) as error:
-        failure = error if isinstance(error, RelaxError) else StartupFailed(f"coordinator: {error}")
-        run_dir.write_json("outcome.json", failed_outcome(run_dir, failure))
+        failure = startup_failure("coordinator", error)
+        log.error("%s", failure.message)
+        run_dir.write_outcome(failed_outcome(run_dir, failure))
         return failure.exit_code
+
+
+def startup_failure(process: str, error: RelaxError | OSError | ValueError) -> RelaxError:
+    """Whatever ended a process of ours at its start, as one sentence; a full disk says what to do about it."""
+    if isinstance(error, RelaxError):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" {error.filename}" if error.filename else ""
+        return StartupFailed(f"{process}: cannot write{where} ({error.strerror}); free space there and launch again")
+    return StartupFailed(f"{process}: {error}")
 
 
 def failed_outcome(run_dir: RunDir, error: RelaxError) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from relax_slurm.control.refusals import Fault
+from relax_slurm.control.refusals import Fault, TooManyWaiting
 from relax_slurm.control.state_document import state_document
 from relax_slurm.errors import RelaxError
 from relax_slurm.wire.messages import (
@@ -18,11 +21,14 @@ from relax_slurm.wire.messages import (
     GetState,
     Hello,
     IdReused,
+    LifecycleAsk,
+    MoveRole,
     PeerKind,
     Request,
     Result,
     StepEnded,
     Stop,
+    WaitCommitted,
     parse_for_coordinator,
 )
 from relax_slurm.wire.messages import Event as WorkerEvent
@@ -44,6 +50,10 @@ class Answered:
     result: dict[str, Any]
 
 
+MAX_WAITING = 4096
+"""How many clients may wait for the end of an operation or of a batch."""
+
+
 class Inbox:
     """Reads one message after the other; what one of them does is complete before the next is looked at."""
 
@@ -51,6 +61,7 @@ class Inbox:
         self._of = coordinator
         self._server = coordinator.server
         self._answers: OrderedDict[str, Answered] = OrderedDict()
+        self._waiting: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Until cancelled. No message ends it."""
@@ -86,11 +97,42 @@ class Inbox:
         if isinstance(message, Hello | Beat | WorkerEvent | Result):
             await self._from_sidecar(incoming.identity, message)
             return
+        if isinstance(message, LifecycleAsk | WaitCommitted):
+            self._answer_later(incoming.identity, message)
+            return
         known = self._answers.get(message.id)
         if known is not None and known.request != message:
             raise IdReused(f"id {message.id} was {known.request.kind}, now it is {message.kind} or other arguments")
         result = self._answer(message) if known is None else known.result
         await self._server.send(incoming.identity, self._reply(message.id, result))
+
+    def _answer_later(self, identity: bytes, message: LifecycleAsk | WaitCommitted) -> None:
+        """Change what is to be changed now, and answer when it has come to its end. Nobody else waits for that."""
+        leases = self._of.leases
+        if isinstance(message, WaitCommitted):
+            wait = partial(leases.committed, message.batch, message.seconds)
+        else:
+            wait = partial(leases.result, self._of.on_lifecycle(message))
+        before = self._waiting.pop(message.id, None)
+        if before is not None:
+            before.cancel()  # who asks again has given up the connection it asked on before
+        elif len(self._waiting) >= MAX_WAITING:
+            raise TooManyWaiting(f"{message.kind}: {MAX_WAITING} clients wait for an answer already; ask later")
+        task = self._waiting[message.id] = self._of.spawn(self._await_and_answer(identity, message.id, wait))
+        task.add_done_callback(lambda _: self._waited(message.id, task))
+
+    def _waited(self, operation: str, task: asyncio.Task[None]) -> None:
+        if self._waiting.get(operation) is task:
+            del self._waiting[operation]
+
+    async def _await_and_answer(
+        self, identity: bytes, operation: str, wait: Callable[[], Awaitable[dict[str, Any]]]
+    ) -> None:
+        try:
+            body = self._reply(operation, await wait())
+        except RelaxError as error:
+            body = self._reply(operation, error=error)
+        await self._server.send(identity, body)
 
     async def _from_sidecar(self, identity: bytes, message: FromSidecar) -> None:
         if isinstance(message, Hello):
@@ -121,6 +163,8 @@ class Inbox:
             case GatewayUp():
                 of.on_gateway(message.url)
                 result = {"epoch": of.epoch}
+            case MoveRole():
+                result = of.on_move(message)
             case Stop():
                 of.on_stop(message)
                 result = {"state": of.run.state}

@@ -79,14 +79,15 @@ async def _bring_up(coordinator: Coordinator) -> None:
         roles = [role for role in coordinator.plan.roles if role.phase == phase]
         managers = [manager for role in roles for manager in _managers(coordinator, role)]
         await _all(manager.start() for manager in managers)
-        if coordinator.plan.mode is Mode.DEFER:
-            # The next phase uses the same cards: they must be proven free first.
-            await _all(manager.offload() for manager in managers)
+        # The next phase uses the same cards: they must be proven free first.
+        sharing = coordinator.leases.book.sharing
+        sleeping = [role for role in roles if sharing[str(role.role)].deferred]
+        await _all(manager.offload() for role in sleeping for manager in _managers(coordinator, role))
     seconds = coordinator.config.engine.startup_seconds
     # Sleeping engines are registered when their lease wakes them.
     await coordinator.routers.settle(seconds, engines=coordinator.plan.mode is not Mode.DEFER)
     for manager in coordinator.managers.values():
-        manager.serve(rebuild=coordinator.plan.mode is not Mode.DEFER)
+        manager.serve(rebuild=True)
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -155,6 +156,7 @@ async def _serve(coordinator: Coordinator) -> None:
 async def _end(coordinator: Coordinator) -> list[Replica]:
     """Stop replicas, then sidecars. Answers the replicas whose end is not proven."""
     reason = coordinator.stop_reason or coordinator.run.reason or "the run ends"
+    coordinator.leases.end(f"the run ends: {reason}")
     await asyncio.gather(*(manager.stop(reason) for manager in coordinator.managers.values()))
     await coordinator.routers.stop()
     nodes = [link.name for link in coordinator.links.nodes.values() if link.report is not None and not link.lost]

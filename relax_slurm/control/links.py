@@ -67,6 +67,8 @@ class NodeLink:
     report: dict[str, Any] | None = None
     workers: dict[str, WorkerStatus] = field(default_factory=dict)
     silent: bool = False
+    given_up: bool = False
+    """Silent for so long that its replicas have failed."""
     step_ended: str | None = None
     """How the node's step ended, when it did and no new one has reported: a sentence."""
     lost: bool = False
@@ -76,7 +78,7 @@ class NodeLink:
     def heard(self, now: float) -> None:
         """Something well-formed of the current incarnation arrived."""
         self.last_heard = now
-        self.silent = False
+        self.silent = self.given_up = False
 
 
 class NodeLinks:

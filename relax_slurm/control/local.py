@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from relax_slurm.control.logs import open_log
 from relax_slurm.errors import SubmissionRefused
 from relax_slurm.slurm.job import ComponentView, JobRef, JobState, JobView
 from relax_slurm.slurm.submit import Submission
@@ -28,7 +29,7 @@ class LocalBackend:
         """See `Backend.submit`."""
         log = submission.run_dir / "logs" / "head_supervisor.log"
         try:
-            with log.open("ab") as output:
+            with open_log(log) as output:
                 child = subprocess.Popen(
                     submission.command,
                     stdin=subprocess.DEVNULL,
@@ -42,7 +43,7 @@ class LocalBackend:
         self._children[child.pid] = child
         return JobRef(f"{child.pid}@{_start_ticks(child.pid) or 0}")
 
-    def poll(self, job: JobRef) -> JobView:
+    def poll(self, job: JobRef, budget_seconds: float | None = None) -> JobView:
         """See `Backend.poll`. The job is over when the supervisor and everything it had started are gone."""
         pid, start = _parts(job)
         if pid in self._children:

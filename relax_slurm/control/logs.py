@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
+from pathlib import Path
+from typing import BinaryIO
 
 
 class JsonLines(logging.Formatter):
@@ -34,3 +37,11 @@ def to_stderr(process: str, level: int = logging.INFO) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """A process's log file for appending, made private: prompts and answers may be in it.
+
+    Not by umask, which engines would inherit and which would close the site's shared caches to others.
+    """
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab")

@@ -10,8 +10,9 @@ looks after it: it is stopped, and built again once its end is proven.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from relax_slurm.control.dispatch import Dispatch, Slot
 from relax_slurm.control.links import NodeLinks
 from relax_slurm.control.router_api import RouterWorker
 from relax_slurm.core.binding import BoundPlan
+from relax_slurm.core.onload import REMEDIES, Remedy, Woken, woken
 from relax_slurm.core.placement_replicas import FIRST_WEIGHT_VERSION
 from relax_slurm.core.plan import ModelPlan, RouteMode, WeightSource, WorkerType
 from relax_slurm.core.replica import Replica
@@ -81,6 +83,10 @@ class InferenceManager:
         self._hooks = hooks
         self._serving = False
         self._rebuild = False
+        self._awake = True
+        """False from an offload to the next onload: somebody else may use the GPUs, so nothing is built there."""
+        self._onloading = False
+        """A static model is being woken: what ends now may be built again, its role has the GPUs."""
         self._changed = asyncio.Event()
         self._dispatch = Dispatch(
             model,
@@ -194,14 +200,86 @@ class InferenceManager:
         await self._until(State.READY, StartupFailed)
 
     async def offload(self) -> None:
-        """Bring every replica to SLEEPING; `RecoveryRequired` when the release of one is not confirmed."""
-        self._feed_all(EventKind.OFFLOAD)
-        await self._until(State.SLEEPING, RecoveryRequired)
+        """Bring every replica to SLEEPING; `RecoveryRequired` names those whose release is not confirmed.
 
-    async def onload(self) -> None:
-        """Bring every replica back to READY; `EngineFailed` when one does not come."""
-        self._feed_all(EventKind.ONLOAD)
-        await self._until(State.READY, EngineFailed)
+        Each goes its own way: one that fails does not keep the others awake. What ends meanwhile, and is proven to have
+        ended, holds nothing either; it is not built again before the next `onload`.
+        """
+        self._awake = False
+        for replica in self.replicas:
+            if woken(replica) is Woken.PENDING:
+                # The way out of ONLOADING is READY or FAILED, and nobody will send it weights any more.
+                self.feed(replica.engine_id, Event(EventKind.FAIL, reason="offloaded while it waited for weights"))
+        await self._settled(State.READY, EventKind.OFFLOAD, self._falls_asleep)
+        held = [replica for replica in self.replicas if replica.state not in (State.SLEEPING, State.GONE)]
+        if held:
+            raise RecoveryRequired(self._not_as_wanted(held, State.SLEEPING))
+
+    async def onload(self) -> tuple[str, ...]:
+        """Bring every replica back to READY; answers the ids of those that have their memory and wait for weights.
+
+        `EngineFailed` when one does not come: by then the others of a rollout sleep again, and a static replica was
+        built again as often as its restarts allow (`core.onload`).
+        """
+        remedy = REMEDIES[self.model.weight_source]
+        self._awake, self._onloading = True, remedy is Remedy.REBUILD
+        try:
+            self.tick()  # what ended since the offload is built now
+            # From here on a rollout that fails is not built again: it would come up with the weights of its checkpoint
+            # beside siblings that kept newer ones.
+            self._awake = self._onloading
+            await self._settled(State.SLEEPING, EventKind.ONLOAD, lambda slot: self._wakes(slot, remedy))
+        finally:
+            self._onloading = False
+        lost = [replica for replica in self.replicas if woken(replica) is Woken.LOST]
+        if not lost:
+            self._awake = True
+            return tuple(r.engine_id for r in self.replicas if woken(r) is Woken.PENDING)
+        message = self._not_as_wanted(lost, State.READY)
+        if remedy is Remedy.OFFLOAD:
+            with contextlib.suppress(RecoveryRequired):  # said below, together with why it came to this
+                await self.offload()
+            held = [replica.engine_id for replica in self.replicas if not replica.release_proven]
+            if held:
+                raise RecoveryRequired(f"{message}; release unconfirmed: {', '.join(held)}")
+        raise EngineFailed(message)
+
+    def abandon(self, reason: str) -> None:
+        """A move went wrong: end what hangs in between, and do not build it again before the next `onload`.
+
+        What stays behind is either asleep or ended, so that there can be evidence of release.
+        """
+        self._awake = self._onloading = False
+        for slot in self._slots.values():
+            state = slot.replica.state
+            if state in (State.STARTING, State.ONLOADING, State.DRAINING):
+                self.feed(slot.plan.replica_id, Event(EventKind.FAIL, reason=reason))
+            elif state is State.READY:
+                self._shut_down(slot, reason)
+
+    def _wakes(self, slot: Slot, remedy: Remedy) -> bool:
+        state = woken(slot.replica)
+        if state is Woken.LOST and self._serving and remedy is Remedy.REBUILD:
+            return not slot.given_up and (slot.replica.state is not State.STOPPING or self._goes_on(slot))
+        return state is Woken.UNDER_WAY
+
+    def _goes_on(self, slot: Slot) -> bool:
+        """Whether anything is under way that could still change the replica."""
+        return bool(slot.tasks) or slot.replica.state not in _BAD
+
+    def _falls_asleep(self, slot: Slot) -> bool:
+        return slot.replica.state not in (State.SLEEPING, State.GONE) and self._goes_on(slot)
+
+    async def _settled(self, source: State, kind: EventKind, under_way: Callable[[Slot], bool]) -> None:
+        """Ask every replica as soon as it is in `source`, one that was still on its way there too, and wait for all."""
+        while True:
+            for slot in self._slots.values():
+                if slot.replica.state is source:
+                    self.feed(slot.plan.replica_id, Event(kind))
+            if not any(under_way(slot) for slot in self._slots.values()):
+                return
+            self._changed.clear()
+            await self._changed.wait()
 
     def serve(self, *, rebuild: bool) -> None:
         """Look after the replicas from now on. Without `rebuild` one that ended stays ended.
@@ -238,13 +316,17 @@ class InferenceManager:
         while self._counts[wanted] < len(self._slots) and not any(self._counts[state] for state in _BAD):
             self._changed.clear()
             await self._changed.wait()
-        for replica in self.replicas:
-            if replica.state in _BAD:
-                raise error(
-                    f"{self.model.role} replica {replica.engine_id} on "
-                    f"{self.nodes_of(replica.engine_id)[0]} is {replica.state}, wanted {wanted}: "
-                    f"{replica.reason or 'no reason given'}"
-                )
+        bad = [replica for replica in self.replicas if replica.state in _BAD]
+        if bad:
+            raise error(self._not_as_wanted(bad, wanted))
+
+    def _not_as_wanted(self, bad: Sequence[Replica], wanted: State) -> str:
+        first = bad[0]
+        others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        return (
+            f"{self.model.role} replica {first.engine_id} on {self.nodes_of(first.engine_id)[0]} is {first.state}, "
+            f"wanted {wanted}: {first.reason or 'no reason given'}{others}"
+        )
 
     # --- events ---------------------------------------------------------------------------------------------
 
@@ -273,6 +355,9 @@ class InferenceManager:
             self.feed(replica_id, _event(EventKind.WORKER_EXITED, rank, status))
         elif status.state == WorkerState.FAILED and worker.ready:
             self.feed(replica_id, _event(EventKind.WORKER_UNHEALTHY, rank, status))
+        elif status.suspect != worker.suspect and worker.ready:
+            kind = EventKind.WORKER_SUSPECT if status.suspect else EventKind.WORKER_WELL
+            self.feed(replica_id, Event(kind, rank, reason=status.detail))
         elif rank == 0 and replica.state is State.READY and replica.admission_open != status.admission_open:
             kind = EventKind.ADMISSION_OPENED if status.admission_open else EventKind.ADMISSION_CLOSED
             self.feed(replica_id, Event(kind))
@@ -284,6 +369,14 @@ class InferenceManager:
         """The node has not been heard: stop routing there. Says nothing about its GPUs."""
         for replica_id, rank in self.workers_on(node):
             self.feed(replica_id, Event(EventKind.WORKER_SILENT, rank, reason=f"node {node} is silent"))
+
+    def on_node_lost(self, node: str, reason: str) -> None:
+        """The node has been silent for too long: its replicas fail. One that sleeps has nothing to lose and waits."""
+        for replica_id, rank in self.workers_on(node):
+            replica = self._slots[replica_id].replica
+            worker = replica.workers[rank]
+            if worker.started and worker.exit_proof is None and replica.state not in (State.SLEEPING, State.GONE):
+                self.feed(replica_id, Event(EventKind.WORKER_UNHEALTHY, rank, reason=reason))
 
     def on_node_heard(self, node: str) -> None:
         """The node is back."""
@@ -355,7 +448,9 @@ class InferenceManager:
     def _begin_again(self, slot: Slot) -> None:
         links = [self._links.nodes[binding.node_name] for binding in slot.bindings]
         lost = next((link for link in links if link.lost), None)
-        if lost is not None or not self._rebuild:
+        if self._rebuild and not self._awake and lost is None:
+            return  # `onload` comes back to it
+        if lost is not None or not (self._rebuild or self._onloading):
             ended = f"{lost.step_ended} and will not be started again" if lost is not None else slot.replica.reason
             self._give_up(slot, ended)
             return
@@ -381,6 +476,7 @@ class InferenceManager:
     def _give_up(self, slot: Slot, reason: str) -> None:
         slot.given_up = reason or "its engine ended"
         self._hooks.record("given_up", replica=slot.plan.replica_id, reason=slot.given_up)
+        self._changed.set()
 
     def _reachable(self, slot: Slot) -> bool:
         nodes = [slot.bindings[rank].node_name for rank in slot.replica.unproven()]

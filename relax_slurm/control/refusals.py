@@ -45,3 +45,9 @@ class Fault(ProtocolError):
     """A fault of relax-slurm while it handled a well-formed message; the log has the traceback."""
 
     code = "internal"
+
+
+class TooManyWaiting(ProtocolError):
+    """More clients wait for an answer than are kept."""
+
+    code = "too_many_waiting"

@@ -57,7 +57,8 @@ def success(command: Command, rank: int, value: Mapping[str, Any]) -> Event:
         case CommandKind.OFFLOAD:
             return Event(EventKind.RELEASED, rank, tags=command.tags)
         case CommandKind.ONLOAD:
-            return Event(EventKind.RESUMED, rank, tags=command.tags)
+            valid = value.get("result") != "weights_pending"
+            return Event(EventKind.RESUMED, rank, tags=command.tags, weights_valid=valid)
         case _:
             return Event(EventKind.WORKER_EXITED, rank, evidence=Evidence.CONFIRMED_EXIT)
 

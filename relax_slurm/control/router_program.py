@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relax_slurm.config.models import RouterConfig, RunConfig
+from relax_slurm.control.logs import open_log
 from relax_slurm.control.router_starter import KEY_VARIABLE
 from relax_slurm.core.plan import ModelPlan, WorkerType
 from relax_slurm.errors import StartupFailed
@@ -99,7 +100,7 @@ class RouterProgram:
     async def start(self, port: int, metrics_port: int) -> asyncio.subprocess.Process:
         """Start it. `StartupFailed` when there is no such interpreter."""
         argv = [self.python, str(STARTER), str(os.getpid()), *self.arguments(port, metrics_port)]
-        with self.log.open("ab") as output:
+        with open_log(self.log) as output:
             try:
                 return await asyncio.create_subprocess_exec(
                     *argv,

@@ -26,6 +26,8 @@ from relax_slurm.errors import ConfigError, StartupFailed
 
 log = logging.getLogger(__name__)
 ATTEMPT_PREFIX = "attempt_"
+TRIAL_BYTES = 64 * 1024
+"""More than any file that an attempt writes at its start, so that a disk with a few free blocks counts as full."""
 
 
 def runs_root(configured: str | None, environ: Mapping[str, str]) -> Path:
@@ -50,6 +52,22 @@ def cannot_write(root: Path, error: OSError) -> ConfigError:
         f"runs_root: cannot write the files of a run under {root} ({error.strerror or error}); "
         f"free space there, or choose another folder with runs_root or RELAX_RUNS_ROOT"
     )
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """A sentence when a small file cannot be written into a run's folder now (a full disk, a quota); None when it can.
+
+    For an attempt that ended without a word: what kept it from writing keeps us too, most of the time.
+    """
+    try:
+        trial = folder / f".trial.{os.getpid()}"
+        try:
+            write_atomically(trial, " " * TRIAL_BYTES)
+        finally:
+            trial.unlink(missing_ok=True)
+    except OSError as error:
+        return f"nothing can be written into {folder} ({error.strerror or error}); free space there and launch again"
+    return None
 
 
 @contextmanager
@@ -158,10 +176,16 @@ class RunDir:
         return self.path.parent / "ledger"
 
     @classmethod
+    def upcoming(cls, root: Path, run: str) -> RunDir:
+        """The attempt that `create` would make now; nothing is made."""
+        parent = root / run
+        return cls(parent / f"{ATTEMPT_PREFIX}{1 + max(_attempts(parent), default=0)}")
+
+    @classmethod
     def create(cls, root: Path, run: str) -> RunDir:
         """Make the next attempt of `run`, private to this user, with keys' and logs' folders."""
         parent = run_folder(root, run)
-        number = 1 + max(_attempts(parent), default=0)
+        number = cls.upcoming(root, run).attempt
         while True:
             path = parent / f"{ATTEMPT_PREFIX}{number}"
             try:
@@ -201,6 +225,20 @@ class RunDir:
         if not path.exists():
             write_atomically(path, secrets.token_urlsafe(32) + "\n")
         return path.read_text().strip()
+
+    def write_outcome(self, outcome: Mapping[str, Any]) -> bool:
+        """How the attempt ended, as `outcome.json`; False, and a clear line in the log, when it cannot be written."""
+        try:
+            self.write_json("outcome.json", outcome)
+        except OSError as error:
+            log.error(
+                "the outcome cannot be written into %s (%s), free space there; it is: %s",
+                self.path,
+                error.strerror or error,
+                json.dumps(outcome),
+            )
+            return False
+        return True
 
     def read(self, name: str) -> dict[str, Any] | None:
         """One of the attempt's JSON files, or None."""
@@ -257,20 +295,20 @@ def _attempts(parent: Path) -> list[int]:
     return [int(name) for name in names if name.isdigit()]
 
 
-def find(root: Path, run: str | None) -> RunDir:
-    """The newest attempt of `run`, or of the newest run of this user. A path to an attempt is accepted too."""
-    if run and "/" in run:
+def attempts_of(parent: Path) -> list[RunDir]:
+    """All attempts in a run's folder, newest first."""
+    return [RunDir(parent / f"{ATTEMPT_PREFIX}{number}") for number in sorted(_attempts(parent), reverse=True)]
+
+
+def find(root: Path, run: str) -> RunDir:
+    """The newest attempt of `run`, submitted or not. A path to an attempt is accepted too."""
+    if "/" in run:
         path = Path(run).expanduser().resolve()
         if not (path / "plan.json").exists() or not path.name.removeprefix(ATTEMPT_PREFIX).isdigit():
             raise ConfigError(f"{path} is no attempt's folder (attempt_N with a plan.json in it); give the run's name")
         return RunDir(path)
-    if run:
-        latest = root / run / "latest"
-        if not latest.exists():
-            known = ", ".join(sorted(entry.parent.name for entry in root.glob("*/latest"))) or "none"
-            raise ConfigError(f"no run called {run!r} under {root}; known runs: {known}")
-        return RunDir(latest.resolve())
-    newest = max(root.glob(f"*/{ATTEMPT_PREFIX}*/plan.json"), key=lambda path: path.stat().st_mtime, default=None)
-    if newest is None:
-        raise ConfigError(f"no run of this user under {root}; start one with `relax-slurm launch CONFIG`")
-    return RunDir(newest.parent)
+    latest = root / run / "latest"
+    if not latest.exists():
+        known = ", ".join(sorted(entry.parent.name for entry in root.glob("*/latest"))) or "none"
+        raise ConfigError(f"no run called {run!r} under {root}; known runs: {known}")
+    return RunDir(latest.resolve())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from relax_slurm.core.discovery import to_json
+from relax_slurm.core.replica import Replica
+from relax_slurm.core.replica_events import State
 
 if TYPE_CHECKING:
     from relax_slurm.control.coordinator import Coordinator
@@ -27,8 +29,7 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
         "backend": str(coordinator.allocation.backend),
         "job_ids": list(coordinator.allocation.job_ids),
         "roles": {str(role): to_json(snapshot) for role, snapshot in snapshots.items() if snapshot is not None},
-        "leases": {str(role.role): _lease(coordinator, role.role) for role in coordinator.plan.roles},
-        "batch": {"id": None, "state": None},
+        **coordinator.leases.state(),
         "nodes": [
             {
                 "node": link.name,
@@ -43,10 +44,10 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
                 "replica": replica.engine_id,
                 "role": str(manager.model.role),
                 "model": manager.model.name,
-                "state": str(replica.state),
+                "state": _replica_state(replica),
                 "generation": replica.generation,
                 "base_url": replica.base_url,
-                "reason": replica.reason,
+                "reason": replica.why,
                 "nodes": manager.nodes_of(replica.engine_id),
                 "release_proven": replica.release_proven,
             }
@@ -63,6 +64,7 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
             }
             for router in coordinator.routers.all
         ],
+        "moves": coordinator.moves.as_json(),
         "wire": {
             "garbage": coordinator.server.counters.garbage,
             "denied": coordinator.server.counters.denied,
@@ -73,21 +75,9 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
     }
 
 
-def _lease(coordinator: Coordinator, role: Any) -> str:
-    """What the role holds on its GPUs, from the states of its replicas."""
-    states = {
-        str(replica.state)
-        for (owner, _), manager in coordinator.managers.items()
-        if owner is role
-        for replica in manager.replicas
-    }
-    if states == {"SLEEPING"}:
-        return "SLEEPING"
-    if states & {"FAILED", "STOPPING"}:
-        return "BLOCKED"
-    if "DRAINING" in states:
-        return "DRAINING"
-    return "ACTIVE" if states == {"READY"} else "ONLOADING"
+def _replica_state(replica: Replica) -> str:
+    """As the machine has it, and as discovery shows it when it is READY by the book only."""
+    return str(replica.published().state if replica.state is State.READY else replica.state)
 
 
 def _node_state(connected: bool, silent: bool, step_ended: str | None, incarnation: str) -> str:

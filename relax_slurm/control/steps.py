@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from relax_slurm.children import signal_child
+from relax_slurm.control.logs import open_log
 from relax_slurm.slurm.command import run_async
 from relax_slurm.slurm.environment import step_environment
 from relax_slurm.slurm.steps import StepRow, list_steps, node_step, parse_steps, signal_step
@@ -51,7 +52,7 @@ class LocalSteps:
     async def start(self, node: str, output: Path) -> asyncio.subprocess.Process:
         """See `StepRunner.start`."""
         argv = [*self.command, "--node", node, "--virtual", json.dumps(self.virtual[node])]
-        with output.open("ab") as log:
+        with open_log(output) as log:
             return await asyncio.create_subprocess_exec(
                 *argv,
                 stdin=subprocess.DEVNULL,
@@ -91,6 +92,7 @@ class SlurmSteps:
             extra=[word for line in self.extra for word in shlex.split(line)],
             output=output,
         )
+        open_log(output).close()  # srun would make it readable for others
         return await asyncio.create_subprocess_exec(
             *argv,
             stdin=subprocess.DEVNULL,

@@ -28,7 +28,7 @@ from relax_slurm.config.models import RunConfig
 from relax_slurm.control import logs
 from relax_slurm.control.allocation import FILE
 from relax_slurm.control.gateway_socket import open_gateway_socket
-from relax_slurm.control.head import failed_outcome, stopped_outcome
+from relax_slurm.control.head import failed_outcome, startup_failure, stopped_outcome
 from relax_slurm.control.local_site import LocalSite
 from relax_slurm.control.restarts import Restarts
 from relax_slurm.control.run_dir import RunDir
@@ -122,7 +122,7 @@ class Supervisor:
     async def _child(self, name: str, module: str, *words: str, pass_fds: Sequence[int] = ()) -> Process:
         """One of our own head-node processes, with its own log file and tied to our life."""
         argv = [sys.executable, "-m", module, "--run-dir", str(self._run_dir.path), *words]
-        with (self._run_dir.logs / f"head_{name}.log").open("ab") as output:
+        with logs.open_log(self._run_dir.logs / f"head_{name}.log") as output:
             return await asyncio.create_subprocess_exec(
                 *argv,
                 stdin=subprocess.DEVNULL,
@@ -258,14 +258,14 @@ class Supervisor:
         if outcome is None and self._asked_to_end is not None and coordinator_code < 0 and self._client is None:
             # It was told to end before it could write down where it is, so no node was started either.
             outcome = stopped_outcome(self._run_dir, self._asked_to_end)
-            self._run_dir.write_json("outcome.json", outcome)
+            self._run_dir.write_outcome(outcome)
         if outcome is None:
             error = StartupFailed(
                 f"the coordinator ended with code {coordinator_code} and left no outcome; "
                 f"see {self._run_dir.logs / 'head_coordinator.log'}"
             )
             outcome = failed_outcome(self._run_dir, error)
-            self._run_dir.write_json("outcome.json", outcome)
+            self._run_dir.write_outcome(outcome)
         return int(outcome["exit_code"])
 
 
@@ -299,9 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir = attempt_of(run_dir, dict(os.environ))
         return asyncio.run(supervise(run_dir, Backend(arguments.backend)))
     except (RelaxError, OSError, ValueError) as error:
-        failure = error if isinstance(error, RelaxError) else StartupFailed(f"supervisor: {error}")
+        failure = startup_failure("supervisor", error)
         log.error("%s", failure.message)
-        run_dir.write_json("outcome.json", failed_outcome(run_dir, failure))
+        run_dir.write_outcome(failed_outcome(run_dir, failure))
         return failure.exit_code
 
 

@@ -68,4 +68,5 @@ def worker_args(
     return {
         "spec": spec,
         "guard": {"host": binding.address, "port": binding.ports.guard_of(generation), "generation": generation},
+        "health": engine.health.model_dump(),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from relax_slurm.core.binding_address import choose_addresses
+from relax_slurm.core.binding_advice import advice
 from relax_slurm.core.binding_node import NodeGpus, identify
 from relax_slurm.core.binding_plan import check_plan, port_owners
 from relax_slurm.core.binding_rules import (
@@ -137,7 +138,8 @@ def _refusal(problems: list[Problem], nodes: int) -> BindingMismatch:
     where = f"{first.node} {first.source}".strip()
     return BindingMismatch(
         f"binding refused, no engine was started: {len(unique)} mismatch(es), {nodes} node(s) planned; "
-        f"first: {where}: {first.problem} (seen {first.seen}, wanted {first.wanted})",
+        f"first: {where}: {first.problem} (seen {first.seen}, wanted {first.wanted}); "
+        f"{advice(first.problem)}",
         rows=[problem.as_row() for problem in unique],
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from relax_slurm.core.binding_advice import advice
 from relax_slurm.core.plan import ReplicaPlan, WorkerPlan
 from relax_slurm.core.report import InterfaceAddress
 from relax_slurm.errors import RelaxError
@@ -86,6 +87,7 @@ class Problem:
             "seen": self.seen,
             "wanted": self.wanted,
             "problem": self.problem,
+            "do": advice(self.problem),
         }
 
 

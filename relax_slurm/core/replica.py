@@ -56,6 +56,8 @@ class Replica:
     """Why it failed or stops."""
     base_url: str | None = None
     weights_valid: bool = False
+    weights_pending: bool = False
+    """Woken with memory and without weights: whoever has them must send them. Neither failed nor routable."""
     admission_open: bool = False
     workers: list[Worker] = field(default_factory=list)
 
@@ -81,8 +83,13 @@ class Replica:
     @property
     def fenced(self) -> bool:
         """READY by the book, but not known to serve right now."""
-        silent = any(worker.silent for worker in self.workers)
-        return silent or not self.admission_open or not self.weights_valid or not self.resident
+        doubtful = any(worker.silent or worker.suspect for worker in self.workers)
+        return doubtful or not self.admission_open or not self.weights_valid or not self.resident
+
+    @property
+    def why(self) -> str:
+        """Why it failed or stops, or what is in doubt about it now; empty when nothing is to be said."""
+        return self.reason or next((w.doubt for w in self.workers if w.silent or w.suspect), "")
 
     def unproven(self) -> list[int]:
         """Workers whose GPU may still be in use."""
@@ -156,7 +163,9 @@ class Replica:
         worker = self.workers[event.worker or 0]
         head = event.worker == 0
         kind = event.kind
-        if event.reason and (not self.reason or kind is EventKind.FAIL):
+        if kind in (EventKind.WORKER_SILENT, EventKind.WORKER_SUSPECT):
+            worker.doubt = event.reason  # passes when it is over, unlike the reason of an end
+        elif event.reason and (not self.reason or kind is EventKind.FAIL):
             self.reason = event.reason
         if kind is EventKind.BEGIN:
             for each in self.workers:
@@ -165,10 +174,11 @@ class Replica:
             if worker.exit_proof is not None:
                 return
             worker.started = worker.ready = True
-            worker.silent = worker.released = False
+            worker.silent = worker.suspect = worker.released = False
             worker.tags = event.tags if kind is EventKind.WORKER_READY else worker.tags | event.tags
             if head:
                 self.weights_valid = event.weights_valid
+                self.weights_pending = kind is EventKind.RESUMED and not event.weights_valid
             if head and event.base_url is not None and event.base_url != self.base_url:
                 self.generation += self.base_url is not None
                 self.base_url = event.base_url
@@ -176,6 +186,7 @@ class Replica:
             worker.tags -= event.tags
             worker.released = not worker.tags
             self.weights_valid = self.weights_valid and "weights" not in event.tags
+            self.weights_pending = self.weights_pending and "weights" not in event.tags
         elif kind is EventKind.WORKER_EXITED:
             worker.ready = False
             worker.tags = frozenset()
@@ -191,8 +202,13 @@ class Replica:
             self.admission_open = self.admission_open and not head
         elif kind is EventKind.WORKER_HEARD:
             worker.silent = False
-        elif kind in (EventKind.WEIGHTS_VALID, EventKind.WEIGHTS_INVALID):
-            self.weights_valid = kind is EventKind.WEIGHTS_VALID
+        elif kind in (EventKind.WORKER_SUSPECT, EventKind.WORKER_WELL):
+            worker.suspect = kind is EventKind.WORKER_SUSPECT
+        elif kind is EventKind.WEIGHTS_VALID:
+            # An engine that was woken without weights is still paused: it has to say itself that it is ready.
+            self.weights_valid = not self.weights_pending
+        elif kind is EventKind.WEIGHTS_INVALID:
+            self.weights_valid = False
         elif kind in (EventKind.ADMISSION_OPENED, EventKind.ADMISSION_CLOSED):
             # A sign from before the drain may arrive late; it must not undo what was asked since.
             opens = self.state in (State.STARTING, State.READY, State.ONLOADING)
@@ -224,6 +240,10 @@ def _complete(replica: Replica) -> bool:
 
 def _all_released(replica: Replica) -> bool:
     return replica.release_proven and not replica.admission_open
+
+
+def _unwoken(replica: Replica) -> bool:
+    return replica.resident and replica.weights_pending
 
 
 # --- act ----------------------------------------------------------------------------------------------------
@@ -285,6 +305,7 @@ TABLE: tuple[Row, ...] = (
     Row(S.STARTING, E.ADMISSION_OPENED, _complete, S.READY, _nothing),
     # Opened while a worker was silent or the weights in doubt: the last thing that was missing decides.
     Row(S.STARTING, E.WORKER_HEARD, _complete, S.READY, _nothing),
+    Row(S.STARTING, E.WORKER_WELL, _complete, S.READY, _nothing),
     Row(S.STARTING, E.WEIGHTS_VALID, _complete, S.READY, _nothing),
     Row(S.STARTING, E.WORKER_UNHEALTHY, _always, S.FAILED, _close),
     Row(S.STARTING, E.WORKER_EXITED, _always, S.FAILED, _close),
@@ -305,10 +326,13 @@ TABLE: tuple[Row, ...] = (
     Row(S.SLEEPING, E.WORKER_EXITED, _always, S.STOPPING, _stop),
     Row(S.SLEEPING, E.STOP, _always, S.STOPPING, _stop),
     Row(S.ONLOADING, E.RESUMED, _openable, S.ONLOADING, _open),
+    # Woken without weights, which are there now: the rest of waking up is still to be done.
+    Row(S.ONLOADING, E.WEIGHTS_VALID, _unwoken, S.ONLOADING, _onload),
     Row(S.ONLOADING, E.WEIGHTS_VALID, _openable, S.ONLOADING, _open),
     Row(S.ONLOADING, E.WORKER_HEARD, _openable, S.ONLOADING, _open),
     Row(S.ONLOADING, E.ADMISSION_OPENED, _complete, S.READY, _nothing),
     Row(S.ONLOADING, E.WORKER_HEARD, _complete, S.READY, _nothing),
+    Row(S.ONLOADING, E.WORKER_WELL, _complete, S.READY, _nothing),
     Row(S.ONLOADING, E.WEIGHTS_VALID, _complete, S.READY, _nothing),
     Row(S.ONLOADING, E.WORKER_UNHEALTHY, _always, S.FAILED, _close),
     Row(S.ONLOADING, E.WORKER_EXITED, _always, S.FAILED, _close),
@@ -319,7 +343,16 @@ TABLE: tuple[Row, ...] = (
 )
 
 _LATE = frozenset({E.WORKER_READY, E.WORKER_UNHEALTHY, E.WORKER_EXITED, E.RELEASED, E.RESUMED, E.FAIL})
-_SIGNS = frozenset({E.WORKER_SILENT, E.WORKER_HEARD, E.ADMISSION_OPENED, E.ADMISSION_CLOSED})
+_SIGNS = frozenset(
+    {
+        E.WORKER_SILENT,
+        E.WORKER_HEARD,
+        E.WORKER_SUSPECT,
+        E.WORKER_WELL,
+        E.ADMISSION_OPENED,
+        E.ADMISSION_CLOSED,
+    }
+)
 _WEIGHTS = frozenset({E.WEIGHTS_VALID, E.WEIGHTS_INVALID})
 
 FACTS_ONLY: dict[State, frozenset[EventKind]] = {
@@ -341,6 +374,8 @@ _PER_WORKER = frozenset(
         E.WORKER_EXITED,
         E.WORKER_SILENT,
         E.WORKER_HEARD,
+        E.WORKER_SUSPECT,
+        E.WORKER_WELL,
         E.RELEASED,
         E.RESUMED,
     }

@@ -53,6 +53,10 @@ class EventKind(StrEnum):
     """The worker's sidecar has not been heard; never a release."""
     WORKER_HEARD = "worker_heard"
     """The worker's sidecar is back."""
+    WORKER_SUSPECT = "worker_suspect"
+    """The worker's engine has stopped moving; never a release."""
+    WORKER_WELL = "worker_well"
+    """It moves again."""
     WEIGHTS_VALID = "weights_valid"
     """The resident weights are the wanted ones."""
     WEIGHTS_INVALID = "weights_invalid"
@@ -137,6 +141,9 @@ class Worker:
     """A start was commanded, so it may hold a GPU."""
     ready: bool = False
     silent: bool = False
+    suspect: bool = False
+    doubt: str = ""
+    """Why it is silent or suspect."""
     tags: frozenset[str] = frozenset()
     released: bool = False
     exit_proof: Evidence | None = None

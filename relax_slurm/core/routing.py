@@ -252,12 +252,15 @@ def _looked_up(snapshot: RoleSnapshot, what: str, name: str, table: Mapping[str,
     found = table.get(name)
     if found is None:
         known = sorted({*snapshot.models, *table} if what == "model" else table)[:20]
-        raise BadRequest(f"{snapshot.role} has no {what} {name[:200]!r}; known are {known}")
+        there = f"known are {', '.join(known)}" if known else "there are none"
+        raise BadRequest(f"{snapshot.role} has no {what} {name[:200]!r}; {there}")
     return found
 
 
 def _not_ready(snapshot: RoleSnapshot, model: ModelEntry) -> Unavailable:
-    return Unavailable(f"{snapshot.role} model {model.name!r} is {model.state}, not READY; try again later")
+    # A sleeping model is woken by its role's lease and by nothing else, least of all by another request.
+    then = "it wakes when its role is given the lease" if model.state == "SLEEPING" else "try again later"
+    return Unavailable(f"{snapshot.role} model {model.name!r} is {model.state}, not READY; {then}")
 
 
 def _ill_typed(what: str, seen: object) -> BadRequest:

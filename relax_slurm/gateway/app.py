@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from hmac import compare_digest
 from itertools import count
-from time import perf_counter
+from time import monotonic, perf_counter
 
 from relax_slurm.core.discovery import SnapshotSource
 from relax_slurm.core.plan import Role
@@ -24,6 +24,8 @@ from relax_slurm.gateway.metrics import Metrics
 from relax_slurm.gateway.routes import Kind, Route, find
 from relax_slurm.gateway.settings import GatewaySettings
 
+WATCH_SECONDS = 1.0
+"""Time between two looks for requests at engines that are lost."""
 _TEXT = ((b"content-type", b"text/plain; version=0.0.4; charset=utf-8"),)
 _CHALLENGE = (b"www-authenticate", b"Bearer")
 _HTML = ((b"content-type", b"text/html; charset=utf-8"),)
@@ -45,17 +47,26 @@ class Gateway:
         self._token = None if settings.token is None else settings.token.encode()
         self._ids = count(1)
         self._id_prefix = secrets.token_hex(6).encode()
+        self._watching: asyncio.Task[None] | None = None
         self._server = HttpServer(self.handle, Limits(max_body_bytes=settings.max_body_bytes), self._admit)
 
     async def start(self, sock: socket.socket | None = None) -> int:
         """Listen, on `sock` when it is given; the port. OSError when the address cannot be had."""
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
         return await self._server.start(self.settings.host, self.settings.port, sock)
 
     async def stop(self, grace_seconds: float = 5.0) -> None:
         """Give running answers `grace_seconds`, then close every connection."""
         await self._server.stop(grace_seconds)
+        if self._watching is not None:
+            self._watching.cancel()
         await self._generation.close()
         await self._upstream.close()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            self._generation.give_up_lost(monotonic())
 
     def handle(self, exchange: Exchange) -> None:
         """Answer now, or arrange that the relay will."""

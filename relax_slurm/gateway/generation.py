@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 
 from relax_slurm.core.discovery import RoleSnapshot, SnapshotSource
+from relax_slurm.core.lost_engines import Placed, doubts, overdue
 from relax_slurm.core.plan import Role
 from relax_slurm.core.routing import RouteResolver, RouteTarget
 from relax_slurm.errors import RelaxError, Unavailable, UpstreamFailed
 from relax_slurm.forward.call import Response
 from relax_slurm.forward.exchange import JSON_LINE, Exchange
 from relax_slurm.forward.http import forward_block, render
-from relax_slurm.forward.proxy import Deadlines, End, Outcome, relay
+from relax_slurm.forward.proxy import Deadlines, End, Outcome, Relay, relay
 from relax_slurm.forward.upstream import Upstream
 from relax_slurm.gateway import judge, payload
 from relax_slurm.gateway.judges import Judges
@@ -78,6 +79,8 @@ class Generation:
         self._engine_auth = render([] if key is None else [(b"authorization", b"Bearer " + key.encode())])
         self._judges = Judges(settings.judges, settings.rendering)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._placed: dict[Relay, RouteTarget] = {}
+        self._doubts: dict[Role, dict[Placed, float]] = {}
         self._invalidated: dict[Role, float] = {}
 
     def snapshot(self, role: Role) -> RoleSnapshot:
@@ -177,7 +180,11 @@ class Generation:
 
     def send(self, exchange: Exchange, kind: Kind, errand: Errand, request_id: bytes, started: float) -> None:
         """Relay the request, once. The answer (or the error) reaches the client later."""
-        role = errand.target.role
+        target = errand.target
+        role = target.role
+        placed = self._placed
+        call: Relay | None = None
+        over = False
         buffered = errand.rewrite is not None
         # Ours are apart from the client's, whose Connection header may name any of them. The id has no line break:
         # it is printable or was made here.
@@ -186,6 +193,10 @@ class Generation:
         in_flight[role] = in_flight.get(role, 0) + 1
 
         def done(outcome: Outcome) -> None:
+            nonlocal over
+            over = True
+            if call is not None:
+                placed.pop(call, None)
             in_flight[role] -= 1
             if outcome.response is not None and errand.rewrite is not None:
                 _answer(exchange, outcome.response, errand.rewrite)
@@ -195,10 +206,10 @@ class Generation:
             self._metrics.finished((role, kind), exchange.status, perf_counter() - started)
 
         try:
-            relay(
+            call = relay(
                 exchange,
                 self._upstream,
-                errand.target.url,
+                target.url,
                 errand.path,
                 done,
                 headers=exchange.request.headers,
@@ -211,6 +222,36 @@ class Generation:
         except RelaxError:
             in_flight[role] -= 1
             raise
+        if target.engine_id is not None and not over:
+            placed[call] = target
+
+    def give_up_lost(self, now: float) -> None:
+        """Answer requests at engines that have been in doubt for too long; call about once a second.
+
+        Nobody says that they were not run, so they are never sent elsewhere. Behind a router it is not known which
+        engine has a request, so there the deadline decides.
+        """
+        by_role: dict[Role, dict[Placed, list[Relay]]] = {}
+        for call, target in self._placed.items():
+            key = (str(target.engine_id), int(target.generation or 0))
+            by_role.setdefault(target.role, {}).setdefault(key, []).append(call)
+        for role in tuple(self._doubts):
+            if role not in by_role:
+                del self._doubts[role]
+        for role, calls in by_role.items():
+            snapshot = self._snapshots.current(role)
+            if snapshot is None:
+                continue  # without a view nothing is known, not even a loss
+            engines = {engine.engine_id: engine for model in snapshot.models.values() for engine in model.engines}
+            since = self._doubts[role] = doubts(calls, engines, self._doubts.get(role, {}), now)
+            for key in overdue(since, now, self._settings.doubt_seconds):
+                for call in calls[key]:
+                    call.fail(
+                        UpstreamFailed(
+                            f"{key[0]}: nothing is known of this engine any more (generation {key[1]}); it may have "
+                            "run the request, so it was not sent elsewhere"
+                        )
+                    )
 
     def _invalidate(self, role: Role) -> None:
         """Have the view confirmed, but not once per client of a crowd that gave up."""

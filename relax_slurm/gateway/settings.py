@@ -28,6 +28,8 @@ class GatewaySettings:
     """From the request to the first byte of its answer (for a plain answer: to all of it)."""
     idle_seconds: float = 300.0
     """Between two pieces of a streamed answer."""
+    doubt_seconds: float = 20.0
+    """How long a request may stay at an engine that discovery shows as UNKNOWN, DEAD or not at all."""
     staleness_seconds: float = 10.0
     """How old a view of the registry may be; given to the snapshot source, told in `/health`."""
     invalidate_seconds: float = 1.0

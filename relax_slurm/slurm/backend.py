@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Protocol
 
-from relax_slurm.errors import SubmissionRefused
+from relax_slurm.errors import RecoveryRequired
 from relax_slurm.slurm.command import SECONDS, run
 from relax_slurm.slurm.job import JobRef, JobView
-from relax_slurm.slurm.submit import Submission
+from relax_slurm.slurm.submit import Submission, answer_lost
 from relax_slurm.slurm.watch import Tracker
 
 
@@ -20,16 +20,29 @@ class Backend(Protocol):
         """Start an attempt. SubmissionRefused when the backend does not take it."""
         ...
 
-    def poll(self, job: JobRef) -> JobView:
-        """Look at a job now. Never raises because the backend could not be asked: that is JobState.UNKNOWN."""
-        ...
+    def poll(self, job: JobRef, budget_seconds: float | None = None) -> JobView:
+        """Look at a job now, for at most `budget_seconds` where less than usual.
 
-    def cancel(self, job: JobRef) -> None:
-        """Ask for the end of a job; look with `poll` whether it came. A job that is not there is no error.
-
-        SubmissionRefused when the backend did not take the request.
+        Never raises because the backend could not be asked: that is JobState.UNKNOWN.
         """
         ...
+
+    def cancel(self, job: JobRef, budget_seconds: float | None = None) -> None:
+        """Ask for the end of a job; look with `poll` whether it came. A job that is not there is no error.
+
+        CancelFailed when the backend did not take the request.
+        """
+        ...
+
+
+class CancelFailed(RecoveryRequired):
+    """The request to end a job was not taken, so the job may still run. `silent`: the backend did not answer."""
+
+    code = "cancel_failed"
+
+    def __init__(self, message: str, *, silent: bool) -> None:
+        super().__init__(message)
+        self.silent = silent
 
 
 class SlurmBackend:
@@ -49,19 +62,22 @@ class SlurmBackend:
         job = executor.submit_job()
         return JobRef(job.job_id, executor.cluster)
 
-    def poll(self, job: JobRef) -> JobView:
+    def poll(self, job: JobRef, budget_seconds: float | None = None) -> JobView:
         """See `Backend.poll`."""
         tracker = self._trackers.get(str(job))
         if tracker is None:
             tracker = self._trackers[str(job)] = Tracker(job, seconds=self._seconds, env=self._environ)
-        return tracker.poll()
+        return tracker.poll(self._within(budget_seconds))
 
-    def cancel(self, job: JobRef) -> None:
+    def cancel(self, job: JobRef, budget_seconds: float | None = None) -> None:
         """See `Backend.cancel`. Cancelling the leader cancels every component."""
         argv = ["scancel", *([] if job.cluster is None else [f"--clusters={job.cluster}"]), job.job_id]
-        done = run(argv, seconds=self._seconds, env=self._environ)
+        done = run(argv, seconds=self._within(budget_seconds), env=self._environ)
         if not done.ok and not done.no_such_job:
-            raise SubmissionRefused(
+            raise CancelFailed(
                 f"scancel {job} failed: {done.words}; the job may still run, so try `relax-slurm stop` again",
-                detail={"exit_code": done.rc},
+                silent=answer_lost(done),
             )
+
+    def _within(self, budget_seconds: float | None) -> float:
+        return self._seconds if budget_seconds is None else min(self._seconds, budget_seconds)

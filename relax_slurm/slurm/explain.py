@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 
 _SHAPE = (
     "no node has that many GPUs of that type, CPUs or that much memory at once; lower "
@@ -39,23 +40,55 @@ _REFUSALS: tuple[tuple[str, str], ...] = (
     ),
 )
 
-_PENDING: tuple[tuple[str, str], ...] = (
-    ("PartitionConfig", "the partition can never give that many nodes, CPUs or GPUs at once; ask for less"),
-    ("PartitionNodeLimit", "the partition does not allow that many nodes; ask for fewer or use another one"),
-    ("PartitionTimeLimit", "slurm.time is above the partition's limit; lower it"),
-    ("PartitionDown", "the partition is down; use another one"),
-    ("PartitionInactive", "the partition is inactive; use another one"),
-    ("BadConstraints", "no node matches slurm.constraint with these resources; change it"),
-    ("AccountNotAllowed", "slurm.account may not use this partition; change one of them"),
-    ("QOSNotAllowed", "slurm.qos may not be used here; change it"),
-    ("InvalidAccount", "slurm.account is not known to Slurm; correct it"),
-    ("InvalidQOS", "slurm.qos is not known to Slurm; correct it"),
-    ("JobHeldUser", "the job is held; release it with `scontrol release`"),
-    ("JobHeldAdmin", "an administrator holds the job; ask them"),
-    ("DependencyNeverSatisfied", "the job depends on one that failed; see slurm.extra_sbatch"),
-    ("ReqNodeNotAvail", "nodes that the job asks for are down, drained or reserved"),
-    ("launch failed requeued held", "Slurm could not start the job and holds it; see `scontrol show job`"),
+
+class Clears(StrEnum):
+    """Whether a pending job's reason can pass without anybody doing something."""
+
+    MAYBE = "maybe"
+    """Nodes come back, an administrator acts, somebody releases the job."""
+    NEVER = "never"
+    """What was asked for is outside a fixed limit or permission: only another request helps."""
+
+
+_PER_JOB = "the request is above what one job of the account or QOS may have; ask for less or change slurm.qos"
+
+PENDING: tuple[tuple[str, Clears, str], ...] = (
+    (
+        r"PartitionConfig",
+        Clears.MAYBE,
+        "the partition cannot give that many nodes, CPUs or GPUs at once; ask for less",
+    ),
+    (
+        r"PartitionNodeLimit",
+        Clears.NEVER,
+        "the partition does not give that many nodes (`sinfo -p PARTITION`); ask for fewer or use another one",
+    ),
+    (r"PartitionTimeLimit", Clears.NEVER, "slurm.time is above the partition's limit; lower it"),
+    (r"PartitionDown", Clears.MAYBE, "the partition is down; wait, or use another one"),
+    (r"PartitionInactive", Clears.MAYBE, "the partition is inactive; wait, or use another one"),
+    (r"BadConstraints", Clears.NEVER, "no node matches slurm.constraint with these resources; change it"),
+    (r"AccountNotAllowed", Clears.NEVER, "slurm.account may not use this partition; change one of them"),
+    (r"QOSNotAllowed", Clears.NEVER, "slurm.qos may not be used here; change it"),
+    (r"InvalidAccount", Clears.NEVER, "slurm.account is not known to Slurm; correct it"),
+    (r"InvalidQOS", Clears.NEVER, "slurm.qos is not known to Slurm; correct it"),
+    (r"(Assoc|QOS)Max\w+Per(Job|Node)", Clears.NEVER, _PER_JOB),
+    (r"QOSMin\w+", Clears.NEVER, "the request is below what slurm.qos wants of a job; ask for more or change it"),
+    (
+        r"ReservationDeleted",
+        Clears.NEVER,
+        "slurm.reservation is gone; correct it (`scontrol show reservation` lists them)",
+    ),
+    (r"JobHeldUser", Clears.MAYBE, "the job is held; release it with `scontrol release`"),
+    (r"JobHeldAdmin", Clears.MAYBE, "an administrator holds the job; ask them"),
+    (r"DependencyNeverSatisfied", Clears.NEVER, "the job depends on one that failed; see slurm.extra_sbatch"),
+    (r"ReqNodeNotAvail", Clears.MAYBE, "nodes that the job asks for are down, drained or reserved"),
+    (
+        r"launch failed requeued held",
+        Clears.NEVER,
+        "Slurm could not start the job and holds it; see `scontrol show job`",
+    ),
 )
+"""Reasons (as squeue's %r begins) that do not pass by waiting alone, from slurm(1) squeue, JOB REASON CODES."""
 
 
 def refusal(words: str) -> str | None:
@@ -65,4 +98,18 @@ def refusal(words: str) -> str | None:
 
 def pending(reason: str) -> str | None:
     """What to do about a pending job's reason that does not pass by waiting; None for all others."""
-    return next((advice for word, advice in _PENDING if reason.startswith(word)), None)
+    row = _row(reason)
+    return None if row is None else row[2]
+
+
+def never_starts(reason: str) -> bool:
+    """Whether a job that waits for this reason waits for ever, as far as Slurm's own words tell."""
+    row = _row(reason)
+    return row is not None and row[1] is Clears.NEVER
+
+
+def _row(reason: str) -> tuple[str, Clears, str] | None:
+    """The row of a reason, or of the worst of several (`; ` between those of components)."""
+    words = reason.split("; ")
+    found = [row for word in words for row in PENDING if re.match(row[0], word)]
+    return next((row for row in found if row[1] is Clears.NEVER), found[0] if found else None)

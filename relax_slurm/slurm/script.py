@@ -17,6 +17,7 @@ from pathlib import Path
 from relax_slurm import resources
 from relax_slurm.config.base import directive_fault
 from relax_slurm.config.models import RunConfig
+from relax_slurm.config.options import is_option
 from relax_slurm.core.plan import ComponentPlan, InferencePlacementPlan
 from relax_slurm.errors import ConfigError, PlanRefused
 from relax_slurm.slurm.steps import log_pattern
@@ -139,7 +140,8 @@ def _block(
     if slurm.exclusive:
         yield "#SBATCH --exclusive"
     for line in slurm.extra_sbatch:
-        if first or re.split(r"[=\s]", line, maxsplit=1)[0] not in FIRST_ONLY:
+        name = re.split(r"[=\s]", line, maxsplit=1)[0]
+        if first or not any(is_option(name, option) for option in FIRST_ONLY):
             _check(line, "slurm.extra_sbatch", spaces=True)
             yield f"#SBATCH {line}"
 

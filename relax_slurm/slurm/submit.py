@@ -34,6 +34,12 @@ _LOST = re.compile(
 """Complaints after which the job may exist all the same."""
 
 
+class AnswerLost(SubmissionRefused):
+    """Nobody can say whether Slurm took the job; it may still appear."""
+
+    code = "submission_unknown"
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """All that a backend needs to start one attempt of a run."""
@@ -73,18 +79,40 @@ def answer_lost(done: Done) -> bool:
     return done.timed_out or (not done.ok and _LOST.search(done.err) is not None)
 
 
-def search(tag: str, *, seconds: float = SECONDS, env: Mapping[str, str] | None = None) -> tuple[JobRef | None, Done]:
-    """The newest job of this user whose comment is the tag or ends with `,TAG`, and how the question went."""
+@dataclass(frozen=True, slots=True)
+class UserJob:
+    """One component of a job of this user, as squeue lists it."""
+
+    job_id: str
+    """Id of the job (of its leader, for a heterogeneous one)."""
+    state: str
+    comment: str
+
+    def marked(self, tag: str) -> bool:
+        """Whether the comment is the tag or ends with `,TAG`."""
+        return self.comment == tag or self.comment.endswith(f",{tag}")
+
+
+def user_jobs(*, seconds: float = SECONDS, env: Mapping[str, str] | None = None) -> tuple[tuple[UserJob, ...], Done]:
+    """All jobs of this user that the controller remembers, and how the question went.
+
+    What a refused heterogeneous job leaves behind is left out: it never was a job.
+    """
     argv = ["squeue", "--all", "--noheader", "--me", "--states=all", "--format=%i|%T|%r|%k"]
     done = run(argv, seconds=seconds, env=env)
     found = []
-    for line in done.out.splitlines():
+    for line in done.out.splitlines() if done.ok else ():
         match = _COMMENTED.fullmatch(line.strip())
-        if match is None or _NEVER_WAS.match(match["end"]):
-            continue
-        if match["comment"] == tag or match["comment"].endswith(f",{tag}"):
-            found.append(int(match["id"]))
-    return (JobRef(str(max(found))) if done.ok and found else None), done
+        if match is not None and not _NEVER_WAS.match(match["end"]):
+            found.append(UserJob(match["id"], match["end"].partition("|")[0], match["comment"]))
+    return tuple(found), done
+
+
+def search(tag: str, *, seconds: float = SECONDS, env: Mapping[str, str] | None = None) -> tuple[JobRef | None, Done]:
+    """The newest job of this user whose comment is the tag or ends with `,TAG`, and how the question went."""
+    jobs, done = user_jobs(seconds=seconds, env=env)
+    found = [int(job.job_id) for job in jobs if job.marked(tag)]
+    return (JobRef(str(max(found))) if found else None), done
 
 
 def submit_script(
@@ -113,7 +141,7 @@ def submit_script(
         found, asked = search(tag, seconds=seconds, env=env)
         if found is not None:
             return found
-    raise SubmissionRefused(
+    raise AnswerLost(
         f"sbatch gave no job id ({done.words}) and no job with the comment {tag!r} was found "
         f"({'squeue answered without it' if asked.ok else asked.words}); it may still appear, so look with "
         f"`squeue --me -o '%i %T %k'` and cancel it there before launching again",

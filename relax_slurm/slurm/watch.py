@@ -126,16 +126,16 @@ class Tracker:
         self._env = env
         self.view: JobView | None = None
 
-    def poll(self) -> JobView:
-        """Look now. Blocks for at most the time limit; never raises for a failing command."""
-        self.view = view_of(self._ask(), self.job.job_id, self.view)
+    def poll(self, seconds: float | None = None) -> JobView:
+        """Look now. Blocks for at most the time limit (or `seconds`); never raises for a failing command."""
+        self.view = view_of(self._ask(self._seconds if seconds is None else seconds), self.job.job_id, self.view)
         return self.view
 
-    def _ask(self) -> Done:
+    def _ask(self, seconds: float) -> Done:
         argv = squeue([self.job.job_id])
         if self.job.cluster is not None:
             argv.append(f"--clusters={self.job.cluster}")
-        return run(argv, seconds=self._seconds, env=self._env)
+        return run(argv, seconds=seconds, env=self._env)
 
 
 def _none(text: str) -> str:
@@ -146,7 +146,7 @@ def _reason(rows: list[JobRow]) -> str:
     said = []
     for row in rows:
         words = row.reason if row.state in WAITING else " ".join(filter(None, (row.state, row.reason)))
-        words = words or row.state
-        if words not in said:
+        words = words or ("" if row.state == "PENDING" else row.state)  # PENDING alone is no reason
+        if words and words not in said:
             said.append(words)
     return "; ".join(said)

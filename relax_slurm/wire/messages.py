@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -82,6 +82,8 @@ class WorkerStatus(_Message):
     pid: int | None = None
     resident_tags: list[str] = Field(default_factory=list)
     memory_bytes: int | None = None
+    suspect: bool = False
+    """It lives and has stopped moving: nothing new is given to it."""
     detail: str = ""
 
 
@@ -169,12 +171,53 @@ class Stop(_Message):
     """Something that the run needs cannot be had: it ends as FAILED instead of STOPPED."""
 
 
+class MoveRole(_Message):
+    """Take a role off its GPUs, or put it back; the state document tells how it ends."""
+
+    kind: Literal["move_role"]
+    id: OpId
+    role: Name
+    method: Literal["offload", "onload"]
+
+
 class GatewayUp(_Message):
     """A gateway listens; the coordinator writes its URL to `endpoint.json`."""
 
     kind: Literal["gateway_up"]
     id: OpId
     url: Annotated[str, Field(pattern=r"^https?://[^\s/]+$", max_length=300)]
+
+
+class LifecycleAsk(_Message):
+    """A lease or a batch shall change; the kind is the method (core/operations.py). Answered when it is done."""
+
+    kind: Literal[
+        "begin_batch",
+        "offload_rollout",
+        "onload_rollout",
+        "acknowledge_rollout_offloaded",
+        "begin_student_scoring",
+        "activate",
+        "deactivate",
+        "commit_batch",
+        "fail_batch",
+        "recover",
+    ]
+    id: OpId
+    batch: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    holder: Name | None = None
+    """A role or `training`, for activate and deactivate."""
+    error: Annotated[str, Field(max_length=4096)] = ""
+    """Why a batch fails."""
+
+
+class WaitCommitted(_Message):
+    """Wait until a batch is committed or failed, but no longer than `seconds`."""
+
+    kind: Literal["wait_committed"]
+    id: OpId
+    batch: Annotated[int, Field(ge=0, lt=2**63)]
+    seconds: Annotated[float, Field(ge=0.0, le=60.0)] = 30.0
 
 
 class Ping(_Message):
@@ -185,7 +228,7 @@ class Ping(_Message):
 
 
 FromSidecar = Hello | Beat | Event | Result
-Request = GetSnapshot | GetState | StepEnded | Stop | GatewayUp | Ping
+Request = GetSnapshot | GetState | StepEnded | Stop | MoveRole | GatewayUp | LifecycleAsk | WaitCommitted | Ping
 
 
 class Welcome(_Message):
@@ -270,8 +313,11 @@ _TO_COORDINATOR: dict[str, type[FromSidecar | Request]] = {
     "get_state": GetState,
     "step_ended": StepEnded,
     "stop": Stop,
+    "move_role": MoveRole,
     "gateway_up": GatewayUp,
+    "wait_committed": WaitCommitted,
     "ping": Ping,
+    **dict.fromkeys(get_args(LifecycleAsk.model_fields["kind"].annotation), LifecycleAsk),
 }
 _TO_SIDECAR: dict[str, type[ToSidecar]] = {
     "welcome": Welcome,
@@ -283,7 +329,7 @@ _ON_DISCOVERY: dict[str, type[FromDiscovery]] = {"update": Update, "heartbeat": 
 
 SENDERS: dict[PeerKind, frozenset[str]] = {
     PeerKind.SIDECAR: frozenset({"hello", "beat", "event", "result"}),
-    PeerKind.CLIENT: frozenset({"get_snapshot", "get_state", "step_ended", "stop", "gateway_up", "ping"}),
+    PeerKind.CLIENT: frozenset(_TO_COORDINATOR) - {"hello", "beat", "event", "result"},
     PeerKind.COORDINATOR: frozenset(),
 }
 """Which kinds a peer may send to the coordinator."""

@@ -39,6 +39,8 @@ class SimEngine:
         self._health_timeout = float(environ.get("SGLANG_HEALTH_CHECK_TIMEOUT", "20"))
         self._started = time.monotonic()
         self._probes = 0
+        self._written: tuple[int, int, float] = (0, 0, time.time())
+        """Requests, tokens and time of the load that was written down last: SGLang shows that, however old it is."""
         self.memory = CardMemory(options, args, _flag(environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "false")))
         weights = Weights(
             args.model_path,
@@ -199,13 +201,16 @@ class SimEngine:
     def loads(self) -> dict[str, Any]:
         """The body of /v1/loads."""
         running = len(self.scheduler.in_scheduler())
+        used = self.scheduler.used_tokens()
+        if (running, used) != self._written[:2]:
+            self._written = running, used, time.time()
         load = {
-            "timestamp": time.time(),
+            "timestamp": self._written[2],
             "dp_rank": 0,
             "num_running_reqs": running,
             "num_waiting_reqs": 0,
-            "num_used_tokens": 0,
-            "num_total_tokens": 0,
+            "num_used_tokens": used,
+            "num_total_tokens": used,
             "max_total_num_tokens": self.limits.context_length,
             "token_usage": 0.0,
             "gen_throughput": 0.0,

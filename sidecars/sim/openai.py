@@ -17,6 +17,7 @@ from sidecars.sim.protocol import (
     Logprobs,
     Sampling,
     check_length,
+    check_sampling,
     check_tokens,
     parse_sampling,
 )
@@ -52,7 +53,7 @@ def parse(body: Any, limits: Limits, fresh: str, *, chat: bool) -> Completion:
     if not isinstance(body, Mapping):
         raise Invalid("the body must be a JSON object", validation=True)
     prompts = [_chat_prompt(body)] if chat else _completion_prompts(body)
-    sampling = _sampling(body, chat=chat)
+    sampling = _sampling(body, limits, chat=chat)
     count = body.get("n", 1)
     if type(count) is not int or not 1 <= count <= 128:
         raise Invalid(f"n: Input should be an integer from 1 to 128, got {count!r}", validation=True)
@@ -112,15 +113,18 @@ def _completion_prompts(body: Mapping[str, Any]) -> list[tuple[int, ...]]:
     raise Invalid("prompt: Input should be a valid string or a list of integers", validation=True)
 
 
-def _sampling(body: Mapping[str, Any], *, chat: bool) -> Sampling:
+def _sampling(body: Mapping[str, Any], limits: Limits, *, chat: bool) -> Sampling:
     longest = body.get("max_completion_tokens") if chat else None
     if longest is None:
         longest = body.get("max_tokens")
-    keys = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim")
+    keys = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim", "logit_bias")
     params = {key: body[key] for key in (*keys, "skip_special_tokens") if key in body}
     params["max_new_tokens"] = longest
+    params["min_new_tokens"] = body.get("min_tokens")
     params["sampling_seed"] = body.get("seed")
-    return parse_sampling(params, None if chat else 16)
+    sampling = parse_sampling(params, None if chat else 16)
+    check_sampling(params, limits)
+    return sampling
 
 
 def _seeded(sampling: Sampling, index: int) -> Sampling:

@@ -134,6 +134,8 @@ def parse_generate(body: Any, limits: Limits, fresh_rid: str) -> Generate:
         raise Broken("sampling_params is a list and the request is no batch")
     given = _spread(params, len(prompts), "sampling_params", None)
     samplings = [parse_sampling(item) for item in given]
+    for item in given:
+        check_sampling(item or {}, limits)
     copies = {_copies(item) for item in given}
     if len(copies) > 1:
         raise Invalid("The parallel_sample_num should be the same for all samples in sample params.")
@@ -249,6 +251,28 @@ def parse_sampling(params: Any, default_max: int | None = DEFAULT_MAX_NEW_TOKENS
         no_stop_trim=_parameter(params, "no_stop_trim", bool, False),
         seed=_parameter(params, "sampling_seed", int, None),
     )
+
+
+def check_sampling(params: Mapping[str, Any], limits: Limits) -> None:
+    """What SGLang checks once it knows the vocabulary (`Invalid`), and what it does not (`Deadly`)."""
+    shortest = _parameter(params, "min_new_tokens", int, 0)
+    longest = _parameter(params, "max_new_tokens", int, None)
+    if shortest < 0:
+        raise Invalid(f"min_new_tokens must be in [0, max_new_tokens], got {shortest}.")
+    if longest is not None and shortest > longest:
+        raise Invalid(f"min_new_tokens must be in [0, max_new_tokens({longest})], got {shortest}.")
+    for key in _parameter(params, "logit_bias", dict, {}):
+        try:
+            known = 0 <= int(key) < limits.vocab_size
+        except ValueError as error:
+            raise Invalid(str(error)) from error
+        if not known:
+            raise Invalid(f"logit_bias must has keys in [0, {limits.vocab_size - 1}], got {key}.")
+    if _parameter(params, "top_k", int, -1) >= 1 << 31:
+        raise Deadly("OverflowError: top_k does not fit into 32 bits")
+    stops = _parameter(params, "stop_token_ids", list, [])
+    if shortest > 0 and not all(0 <= token < limits.vocab_size for token in stops):
+        raise Deadly("IndexError: a stop token is out of bounds for the logits (min_new_tokens)")
 
 
 def _parameter(params: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:

@@ -58,6 +58,8 @@ class Flight:
     """Whether any of it has been answered."""
     credit: float = 0.0
     """Seconds of work that no token was produced for yet."""
+    working_since: float | None = None
+    """When the work of now began; None while it does not move."""
     retractions: int = 0
     versions: list[tuple[str, int]] = field(default_factory=list)
     """(version, number of output tokens) at every change of weights in mid-flight."""
@@ -173,9 +175,11 @@ class Scheduler:
                 return
             flight.wake.clear()
             before = time.monotonic()
+            flight.working_since = None if frozen else before
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if frozen else max(missing, _TICK_SECONDS)):
                     await flight.wake.wait()
+            flight.working_since = None
             if not frozen:
                 flight.credit += time.monotonic() - before
 
@@ -186,6 +190,16 @@ class Scheduler:
         """Flights that the scheduler has; with `places`, only those there."""
         wanted = places or (Place.RUNNING, Place.WAITING)
         return [flight for flight in self._flights.values() if flight.place in wanted]
+
+    def used_tokens(self) -> int:
+        """Tokens in the cache: prompts, and what has been generated so far, also of an answer that comes whole."""
+        now = time.monotonic()
+        speed = max(self._options.tokens_per_second, 1.0)
+        total = 0
+        for flight in self.in_scheduler():
+            worked = flight.credit + (0.0 if flight.working_since is None else now - flight.working_since)
+            total += len(flight.item.prompt) + flight.produced + int(worked * speed)
+        return total
 
     @property
     def busy(self) -> bool:

@@ -8,6 +8,7 @@ test runs, the engine of the next one is coming up: four at a time at most.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,26 @@ def end_engines() -> None:
     _running.clear()
     _shared.close()
     _spare.close()
+
+
+PROGRAMS = ("sim", "sglang")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many checks each program was asked, and how many it passed: the counts have to be equal."""
+    for program in PROGRAMS:
+        counts = {
+            outcome: sum(
+                program in re.split(r"[\[\]-]", report.nodeid) and "tests/contract/" in report.nodeid
+                for report in terminalreporter.getreports(outcome)
+                if report.when == "call" or outcome != "passed"
+            )
+            for outcome in ("passed", "failed", "skipped", "error")
+        }
+        if any(counts.values()):
+            told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+            terminalreporter.write_line(f"contract checks of {program}: {told}")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,20 +28,33 @@ from sidecars.worker import EnginePorts, WorkerSpec
 START_SECONDS = 400.0
 REAL = "RELAX_TEST_SGLANG_PYTHON" in os.environ
 """Whether the environment names a Python with SGLang; `make test-real` does."""
-_next = itertools.count(os.getpid() % 97)
+PORT_LOCKS = Path(tempfile.gettempdir()) / f"relax-slurm-test-ports-{os.getuid()}"
+_next = itertools.count(os.getpid() * 131)
+_held: dict[int, int] = {}
+"""Port to the descriptor that holds its lock."""
 
 
 def free_port() -> int:
-    """A port outside the ephemeral range that can be bound now; each xdist worker has a range of its own."""
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    for _ in range(400):
-        port = 20_000 + number % 20 * 500 + next(_next) % 500
-        with socket.socket() as probe:
-            try:
+    """A port outside the ephemeral range that can be bound now, and that no other test process of this machine gets.
+
+    A bound port would tell the others too, but an engine has to bind it: so a locked file stands for each, until this
+    process ends.
+    """
+    PORT_LOCKS.mkdir(mode=0o777, parents=True, exist_ok=True)
+    for _ in range(10_000):
+        port = 20_000 + next(_next) % 10_000
+        if port in _held:
+            continue  # had before; what listened there may still be going
+        lock = os.open(PORT_LOCKS / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with socket.socket() as probe:
                 probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+        except OSError:
+            os.close(lock)
+            continue
+        _held[port] = lock
+        return port
     raise RuntimeError("no free port")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -204,6 +205,41 @@ def test_completions(engine: Launched) -> None:
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", ["-1", "99999999"])
+def test_a_bias_for_no_token_is_refused_and_tells_the_vocabulary(engine: Launched, token: str) -> None:
+    """What a sidecar learns the size of the vocabulary from."""
+    params = {"max_new_tokens": 1, "logit_bias": {token: 0.0}}
+    answer = engine.post("/generate", {"input_ids": PROMPT, "sampling_params": params})
+    assert answer.status_code == 400
+    assert re.search(r"logit_bias must has keys in \[0, \d+\]", answer.json()["error"]["message"])
+
+
+def test_a_bias_for_a_token_is_taken(engine: Launched) -> None:
+    params = {"max_new_tokens": 1, "logit_bias": {"5": 1.0}}
+    assert engine.post("/generate", {"input_ids": PROMPT, "sampling_params": params}).status_code == 200
+
+
+@pytest.mark.parametrize("shortest", [-1, 5])
+def test_a_shortest_length_below_zero_or_above_the_longest_is_refused(engine: Launched, shortest: int) -> None:
+    params = {"max_new_tokens": 4, "min_new_tokens": shortest}
+    assert engine.post("/generate", {"input_ids": PROMPT, "sampling_params": params}).status_code == 400
+
+
+def test_a_load_is_what_the_scheduler_wrote_down_and_moves_while_it_works(
+    engine: Launched, background: Background
+) -> None:
+    """What health is judged by: a long answer that comes whole changes it all the time."""
+    running = background.generate(sampling_params={**LONG, "max_new_tokens": 300})
+    background.wait_running()
+    seen = set()
+    while not running.done():
+        (load,) = engine.get("/v1/loads").json()["loads"]
+        seen.add((load["num_running_reqs"], load["num_used_tokens"], load["timestamp"]))
+        time.sleep(0.02)
+    assert running.result().status_code == 200
+    assert len(seen) > 3
 
 
 def test_semantic_and_validation_errors_have_different_bodies(engine: Launched) -> None:

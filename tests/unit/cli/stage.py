@@ -40,12 +40,12 @@ class FakeBackend:
         self.submitted.append(submission)
         return JobRef("7")
 
-    def poll(self, job: JobRef) -> JobView:
+    def poll(self, job: JobRef, budget_seconds: float | None = None) -> JobView:
         self.polls += 1
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         return JobView(state, reason=self.reason)
 
-    def cancel(self, job: JobRef) -> None:
+    def cancel(self, job: JobRef, budget_seconds: float | None = None) -> None:
         self.cancelled.append(job.job_id)
         self.states = [self.after_cancel]
 

@@ -67,7 +67,7 @@ def test_the_job_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     cut_off = prepared(root, tmp_path, {"backend": "slurm", "tag": "relax-demo-3-abc"})
     assert common.job_of(cut_off) == ("slurm", JobRef("9"))
     assert asked == ["relax-demo-3-abc"]
-    monkeypatch.setattr(submit, "search", lambda tag: (None, Done((), 0, "", "")))
+    monkeypatch.setattr(submit, "search", lambda tag, **_: (None, Done((), 0, "", "")))
     assert common.job_of(cut_off) is None
     assert common.job_of(prepared(root, tmp_path, {"backend": "local", "tag": "x"})) is None
 
@@ -85,7 +85,7 @@ def test_an_outcome_that_a_file_system_shows_late_is_waited_for(tmp_path: Path) 
 
 def test_a_run_without_a_coordinator_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "root"
-    monkeypatch.setattr(backends, "backend_for", lambda kind: FakeBackend(JobState.PENDING, reason="Resources"))
+    monkeypatch.setattr(backends, "backend_for", lambda kind, **_: FakeBackend(JobState.PENDING, reason="Resources"))
     state = common.state_of(prepared(root, tmp_path))
     assert state["state"] == "JOB_PENDING"
     assert "has no coordinator yet" in state["reason"]
@@ -94,7 +94,7 @@ def test_a_run_without_a_coordinator_is_seen_from_outside(tmp_path: Path, monkey
     error = {"message": "no", "code": "binding_mismatch"}
     run_dir.write_json("outcome.json", {"state": "FAILED", "exit_code": 5, "reason": "", "error": error})
     run_dir.write_json("endpoint.json", {"epoch": "e", "control": "tcp://x:1", "gateway_url": "http://h:1"})
-    monkeypatch.setattr(backends, "backend_for", lambda kind: FakeBackend(JobState.ENDED))
+    monkeypatch.setattr(backends, "backend_for", lambda kind, **_: FakeBackend(JobState.ENDED))
     state = common.state_of(run_dir)
     assert (state["state"], state["exit_code"], state["error"]) == ("FAILED", 5, error)
     for key in ("run", "attempt", "epoch", "gateway_url", "token_file", "run_dir", "roles", "leases", "batch"):
@@ -106,7 +106,11 @@ def test_a_run_without_a_coordinator_is_seen_from_outside(tmp_path: Path, monkey
     [
         (JobState.PENDING, "requeued (BeginTime); attempt 1 ended with STOPPED (signal SIGTERM)"),
         (JobState.RUNNING, "attempt 1 ended with STOPPED (signal SIGTERM); its job is not over"),
-        (JobState.UNKNOWN, "attempt 1 ended with STOPPED (signal SIGTERM); its job is not over"),
+        (
+            JobState.UNKNOWN,
+            "attempt 1 ended with STOPPED (signal SIGTERM); "
+            "Slurm could not be asked whether its job is over (BeginTime)",
+        ),
     ],
 )
 def test_an_outcome_is_final_only_when_the_job_is_over(
@@ -115,7 +119,7 @@ def test_an_outcome_is_final_only_when_the_job_is_over(
     run_dir = prepared(tmp_path / "root", tmp_path)
     run_dir.write_json("outcome.json", {"state": "STOPPED", "exit_code": 0, "reason": "signal SIGTERM"})
     run_dir.write_json("endpoint.json", {"epoch": "e", "control": "tcp://x:1", "gateway_url": "http://h:1"})
-    monkeypatch.setattr(backends, "backend_for", lambda kind: FakeBackend(job, reason="BeginTime"))
+    monkeypatch.setattr(backends, "backend_for", lambda kind, **_: FakeBackend(job, reason="BeginTime"))
     state = common.state_of(run_dir)
     assert (state["state"], state["reason"], state["gateway_url"]) == (f"JOB_{job}", reason, None)
     assert "exit_code" not in state
@@ -140,3 +144,32 @@ def test_nobody_to_ask(tmp_path: Path) -> None:
     run_dir.write_json("endpoint.json", {"control": "tcp://127.0.0.1:1"})
     with pytest.raises(Unavailable, match="no answer to 'ping'"):
         common.ask(run_dir, "ping", timeout_seconds=0.2)
+
+
+def test_a_waiting_run_says_what_to_do_and_a_refused_one_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    pending = FakeBackend(JobState.PENDING, reason="AccountNotAllowed")
+    monkeypatch.setattr(backends, "backend_for", lambda kind, **_: pending)
+    reason = common.state_of(prepared(root, tmp_path))["reason"]
+    assert reason.startswith("AccountNotAllowed: slurm.account may not use this partition")
+    pending.states, pending.reason = [JobState.ENDED], "CANCELLED"
+    reason = common.state_of(prepared(root, tmp_path))["reason"]
+    assert reason == "the job is over (CANCELLED) and left no outcome"
+    refused = prepared(root, tmp_path, {"backend": "slurm", "tag": "x", "refused": "sbatch refused the job: no"})
+    state = common.state_of(refused)
+    assert (state["state"], state["reason"]) == ("UNSUBMITTED", "sbatch refused the job: no")
+
+
+def test_a_job_that_slurm_cannot_be_asked_for_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = Done(("squeue",), None, "", "squeue did not answer within 30 s", timed_out=True)
+    monkeypatch.setattr(submit, "search", lambda tag, **_: (None, silent))
+    state = common.state_of(prepared(tmp_path / "root", tmp_path, {"backend": "slurm", "tag": "x"}))
+    assert state["state"] == "JOB_UNKNOWN"
+    assert "squeue did not answer within 30 s" in state["reason"]
+
+
+def test_a_run_that_serves_has_a_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = prepared(tmp_path / "root", tmp_path)
+    answers = [state_of(run_dir, gateway_url=None), state_of(run_dir, gateway_url=None), state_of(run_dir)]
+    monkeypatch.setattr(common, "ask", lambda run_dir, kind, **_: answers.pop(0))
+    assert common.state_of(run_dir)["gateway_url"] == "http://h:29999"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -16,8 +19,10 @@ from relax_slurm.cli import launch, ready
 from relax_slurm.cli.progress import Progress
 from relax_slurm.cli.ready import ReadyWait, failure
 from relax_slurm.config.load import load
+from relax_slurm.control import run_dir as run_dir_module
 from relax_slurm.control.backends import BackendKind
 from relax_slurm.control.run_dir import RunDir, find, launch_lock
+from relax_slurm.control.runs import was_submitted
 from relax_slurm.errors import (
     BindingMismatch,
     EngineFailed,
@@ -27,7 +32,10 @@ from relax_slurm.errors import (
     SubmissionRefused,
     Unavailable,
 )
+from relax_slurm.slurm import submit as submit_module
+from relax_slurm.slurm.command import Done
 from relax_slurm.slurm.job import JobRef, JobState
+from relax_slurm.slurm.submit import AnswerLost
 from tests.harness.wait import until
 from tests.unit.cli.stage import FakeBackend, prepared, run_file, state_of
 
@@ -37,6 +45,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ready, "LOOK_SECONDS", (0.01, 0.05))
     monkeypatch.setattr(ready, "POLL_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(launch, "RELEASE_SECONDS", 0.3)
+    monkeypatch.setattr(launch, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr("relax_slurm.cli.common.LAG_SECONDS", 0.2)
 
 
@@ -50,7 +59,7 @@ class Stage:
         self.asked: list[RunDir] = []
         monkeypatch.setenv("RELAX_RUNS_ROOT", str(self.root))
         monkeypatch.setattr(launch, "choose", lambda wanted, environ: BackendKind.SLURM)
-        monkeypatch.setattr(launch, "backend_for", lambda kind: self.backend)
+        monkeypatch.setattr(launch, "backend_for", lambda kind, **_: self.backend)
         monkeypatch.setattr(ready, "ask", self.ask)
 
     def ask(self, run_dir: RunDir, kind: str, **_: Any) -> dict[str, Any]:
@@ -99,12 +108,18 @@ def test_json_is_one_document_on_stdout(stage: Stage, capsys: pytest.CaptureFixt
 
 def test_a_dry_run_writes_and_submits_nothing(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     assert stage.launch("--dry-run", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["state"] == "UNSUBMITTED"
+    document = json.loads(capsys.readouterr().out)
+    assert document["state"] == "UNSUBMITTED"
+    assert {"job.sbatch", "plan.json", "config.json"} <= set(document["files"])
+    assert document["script"] == (stage.run_dir.path / "job.sbatch").read_text()
     assert stage.backend.submitted == []
     names = {path.name for path in stage.run_dir.path.iterdir()}
     assert {"config.json", "plan.json", "job.sbatch", "keys", "logs", "token"} <= names
     assert "job.json" not in names
     assert stage.launch("--dry-run") == 0  # no obstacle for the next one
+    said = capsys.readouterr().out
+    assert "#SBATCH --nodes=1" in said
+    assert "stop" not in said
 
 
 def test_detach_does_not_wait(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +143,108 @@ def test_a_refusal_is_exit_4(stage: Stage, capsys: pytest.CaptureFixture[str]) -
     stage.backend.refusal = SubmissionRefused("sbatch refused the job: no such partition; look at sinfo")
     assert stage.launch() == 4
     assert "no such partition" in capsys.readouterr().err
+    assert "no such partition" in (stage.run_dir.read("job.json") or {})["refused"]
+    assert not was_submitted(stage.run_dir)
+
+
+def test_a_lost_answer_leaves_the_mark_by_which_the_job_is_found(stage: Stage) -> None:
+    stage.backend.refusal = AnswerLost("sbatch gave no job id")
+    assert stage.launch() == 4
+    assert was_submitted(stage.run_dir)
+
+
+def test_plan_dry_run_and_launch_have_one_script(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned() -> str:
+        assert main(["plan", str(stage.config), "--json"]) == 0
+        return str(json.loads(capsys.readouterr().out)["script"])
+
+    first = planned()
+    assert stage.launch("--dry-run") == 0
+    assert (stage.run_dir.path / "job.sbatch").read_text() == first
+    capsys.readouterr()
+    second = planned()
+    assert stage.launch("--detach") == 0
+    assert stage.run_dir.attempt == 2
+    assert (stage.run_dir.path / "job.sbatch").read_text() == second
+    assert stage.backend.submitted[0].script == second
+
+
+def test_a_job_that_can_never_start_is_refused_and_cancelled(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ready, "NEVER_SECONDS", 0.2)
+    stage.answers = [Unavailable("nobody")]
+    stage.backend.states, stage.backend.reason = [JobState.PENDING], "PartitionNodeLimit"
+    assert stage.launch() == 4
+    assert stage.backend.cancelled == ["7"]
+    said = capsys.readouterr().err
+    assert "job PENDING (PartitionNodeLimit): the partition does not give that many nodes" in said
+    assert "can never start: Slurm has said PartitionNodeLimit for 0.2 s; the partition" in said
+
+
+@pytest.mark.parametrize("reason", ["Resources", "PartitionDown", "ReqNodeNotAvail, UnavailableNodes:n3"])
+def test_a_job_whose_reason_may_clear_is_waited_for(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str
+) -> None:
+    monkeypatch.setattr(ready, "NEVER_SECONDS", 0.0)
+    stage.answers = [Unavailable("nobody")]
+    stage.backend.states, stage.backend.reason = [JobState.PENDING], reason
+    waiting = wait(stage, prepared(stage.root, tmp_path))
+    for _ in range(3):
+        waiting._look_at_job()
+    stage.backend.states, stage.backend.reason = [JobState.PENDING], "BadConstraints"
+    with pytest.raises(SubmissionRefused, match="BadConstraints"):
+        waiting._look_at_job()
+
+
+def test_a_reason_that_passes_begins_anew(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ready, "NEVER_SECONDS", 3600.0)
+    waiting = wait(stage, prepared(stage.root, tmp_path))
+    for state, reason, counted in (
+        (JobState.PENDING, "AccountNotAllowed", True),
+        (JobState.UNKNOWN, "timed out", True),
+        (JobState.PENDING, "Priority", False),
+        (JobState.PENDING, "None; AccountNotAllowed", True),
+        (JobState.RUNNING, "", False),
+    ):
+        stage.backend.states, stage.backend.reason = [state], reason
+        waiting._look_at_job()
+        assert (waiting._never_since is not None) is counted, (state, reason)
+
+
+def test_a_full_disk_is_said(stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    stage.answers = [Unavailable("nobody")]
+    stage.backend.states = [JobState.ENDED]
+    real = run_dir_module.write_atomically
+    monkeypatch.setattr(
+        run_dir_module, "write_atomically", lambda path, text: (full if ".trial" in path.name else real)(path, text)
+    )
+    assert stage.launch() == 6
+    said = capsys.readouterr().err
+    assert "left no outcome: nothing can be written into" in said
+    assert "No space left on device" in said
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_disk_that_is_full_when_the_job_is_written_down(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nth: int
+) -> None:
+    real = RunDir.write_json
+    written: list[str] = []
+
+    def write(self: RunDir, name: str, value: Any) -> None:
+        written.append(name)
+        if written.count("job.json") == nth and name == "job.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self, name, value)
+
+    monkeypatch.setattr(RunDir, "write_json", write)
+    assert stage.launch() == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert stage.backend.cancelled == ([] if nth == 1 else ["7"])  # no job that nobody knows
 
 
 @pytest.mark.parametrize(
@@ -189,7 +306,66 @@ def test_ctrl_c_leaves_the_run_alone(
     monkeypatch.setattr(ready.time, "sleep", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     assert stage.launch() == 130
     assert stage.backend.cancelled == []
-    assert "the run goes on" in capsys.readouterr().err
+    assert "interrupted (SIGINT); the run goes on (job 7)" in capsys.readouterr().err
+
+
+def test_term_is_143_and_says_what_is_left(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ready.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert stage.launch() == 143
+    assert "interrupted (SIGTERM); the run goes on (job 7)" in capsys.readouterr().err
+
+    def in_submit(submission: Any) -> JobRef:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal comes first")
+
+    monkeypatch.setattr(stage.backend, "submit", in_submit)
+    stage.backend.states = [JobState.ENDED]
+    assert stage.launch() == 143
+    assert "the job was being submitted: `relax-slurm stop demo` ends it if there is one" in capsys.readouterr().err
+    monkeypatch.setattr(launch, "prepare", in_submit_of(in_submit))
+    assert stage.launch() == 143
+    assert "interrupted (SIGTERM); nothing was submitted" in capsys.readouterr().err
+
+
+def in_submit_of(work: Any) -> Any:
+    return lambda *_: work(None)
+
+
+def test_an_interrupt_while_a_failed_run_is_released(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.answers = [Unavailable("nobody")]
+
+    def cancel(job: JobRef, budget_seconds: float | None = None) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(stage.backend, "cancel", cancel)
+    assert stage.launch("--timeout", "0.1") == 143
+    said = capsys.readouterr().err
+    assert "was not READY within 0.1 s" in said
+    assert "job 7 may be there still, `relax-slurm stop demo` ends it" in said
+
+
+def test_an_earlier_attempt_behind_a_dry_run_is_seen(
+    stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(stage.root, tmp_path)
+    prepared(stage.root, tmp_path, {})
+    assert stage.launch() == 2
+    assert "exists already (attempt 1, slurm job 7)" in capsys.readouterr().err
+
+
+def test_slurm_that_cannot_be_asked_for_a_mark(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(stage.root, tmp_path, {"backend": "slurm", "tag": "relax-demo-1-x"})
+    silent = Done(("squeue",), None, "", "squeue did not answer within 20 s", timed_out=True)
+    monkeypatch.setattr(submit_module, "search", lambda tag, **_: (None, silent))
+    assert stage.launch() == 4
+    assert "squeue did not answer within 20 s" in capsys.readouterr().err
+    assert stage.backend.submitted == []
 
 
 def test_a_second_run_of_that_name_is_refused_while_the_first_lives(
@@ -198,8 +374,15 @@ def test_a_second_run_of_that_name_is_refused_while_the_first_lives(
     prepared(stage.root, tmp_path)
     assert stage.launch() == 2
     assert "exists already (attempt 1, slurm job 7)" in capsys.readouterr().err
-    stage.backend.states = [JobState.UNKNOWN]  # nobody knows: not a reason to start a second one
-    assert stage.launch() == 2
+    stage.backend.states, stage.backend.reason = [JobState.UNKNOWN], "squeue did not answer within 30 s"
+    assert stage.launch() == 4  # nobody knows: not a reason to start a second one
+    said = capsys.readouterr().err
+    assert "Slurm does not answer (squeue did not answer within 30 s); asking it for 0.3 s" in said
+    assert (
+        "nothing was submitted: Slurm could not be asked whether slurm job 7 of run 'demo' (attempt 1) is over" in said
+    )
+    assert "its job is not over" not in said
+    assert stage.backend.submitted == []
     stage.backend.states = [JobState.ENDED]
     assert stage.launch("--detach") == 0
     assert stage.run_dir.attempt == 2

@@ -84,5 +84,5 @@ def test_follow_shows_new_lines_and_new_files_until_the_end(
 
 def test_follow_ends_with_a_job_that_left_no_outcome(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verb, "JOB_SECONDS", 0.1)
-    monkeypatch.setattr(verb, "backend_for", lambda kind: FakeBackend(JobState.UNKNOWN, JobState.ENDED))
+    monkeypatch.setattr(verb, "backend_for", lambda kind, **_: FakeBackend(JobState.UNKNOWN, JobState.ENDED))
     assert main(["logs", "--follow"]) == 0

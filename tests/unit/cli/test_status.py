@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +52,31 @@ def test_a_wait_sees_its_state_and_a_gateway_to_use_it(run_dir: RunDir, monkeypa
 def test_a_state_that_cannot_come_any_more(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str
 ) -> None:
-    answers(monkeypatch, state_of(run_dir, state))
+    monkeypatch.setattr(verb, "OUTCOME_SECONDS", 0.1)
+    answers(monkeypatch, state_of(run_dir, state, reason="so it is"))
     assert main(["status", "--wait", "READY"]) == 6
-    assert f"is {state}, wanted READY; it will not get there any more" in capsys.readouterr().err
+    assert f"is {state}, wanted READY; it will not get there any more (so it is)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [2, 3, 5, 6, 7, 8, 9])
+@pytest.mark.parametrize("late", [False, True], ids=["with its outcome", "the outcome comes later"])
+def test_a_run_that_failed_gives_its_own_code_and_reason(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, late: bool
+) -> None:
+    ended = {"exit_code": code, "error": {"message": "model m has no replica left", "detail": {"rows": []}}}
+    run_dir.write_json("outcome.json", ended)
+    answers(monkeypatch, state_of(run_dir, "FAILED") | ({} if late else ended))
+    assert main(["status", "--wait", "READY", "--json"]) == code
+    out, err = capsys.readouterr()
+    assert "run 'demo' is FAILED, wanted READY: model m has no replica left" in err
+    assert json.loads(out)["exit_code"] == code
+
+
+def test_term_is_143(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    answers(monkeypatch, state_of(run_dir, "STARTING"))
+    monkeypatch.setattr(verb.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(["status", "--wait", "READY"]) == 143
+    assert "interrupted (SIGTERM); run demo is STARTING" in capsys.readouterr().err
 
 
 def test_a_wait_has_an_end(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,8 +17,12 @@ from relax_slurm.__main__ import main
 from relax_slurm.cli import stop as verb
 from relax_slurm.control.local import _start_ticks
 from relax_slurm.control.run_dir import RunDir
-from relax_slurm.errors import SubmissionRefused, Unavailable
+from relax_slurm.errors import Unavailable
+from relax_slurm.slurm import submit
+from relax_slurm.slurm.backend import CancelFailed
+from relax_slurm.slurm.command import Done
 from relax_slurm.slurm.job import JobRef, JobState
+from relax_slurm.slurm.submit import UserJob
 from relax_slurm.wire.client import RemoteError
 from tests.unit.cli.stage import FakeBackend, prepared
 
@@ -26,7 +31,7 @@ from tests.unit.cli.stage import FakeBackend, prepared
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     made = FakeBackend(JobState.RUNNING)
     monkeypatch.setenv("RELAX_RUNS_ROOT", str(tmp_path / "root"))
-    monkeypatch.setattr(verb, "backend_for", lambda kind: made)
+    monkeypatch.setattr(verb, "backend_for", lambda kind, **_: made)
     monkeypatch.setattr(verb, "LAG_SECONDS", 0.1)
     return made
 
@@ -96,7 +101,9 @@ def test_a_job_that_does_not_go_away(
     monkeypatch.setattr(verb, "ask", lambda *_, **__: {"state": "STOPPING"})
     backend.after_cancel = JobState.UNKNOWN
     assert main(["stop", "--timeout", "0.1"]) == 9
-    assert "still UNKNOWN after it was cancelled" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the end of slurm job 7 of run 'demo' is not confirmed: Slurm could not be asked" in said
+    assert "still UNKNOWN" not in said
 
 
 def test_a_cancel_that_is_refused_is_said(
@@ -105,17 +112,19 @@ def test_a_cancel_that_is_refused_is_said(
     prepared(tmp_path / "root", tmp_path)
     monkeypatch.setattr(verb, "ask", lambda *_, **__: (_ for _ in ()).throw(Unavailable("nobody")))
 
-    def refuse(job: JobRef) -> None:
-        raise SubmissionRefused("scancel 7 failed: not yours")
+    def refuse(job: JobRef, budget_seconds: float | None = None) -> None:
+        raise CancelFailed("scancel 7 failed: not yours", silent=False)
 
     monkeypatch.setattr(backend, "cancel", refuse)
-    assert main(["stop"]) == 4
+    assert main(["stop"]) == 9
     assert "not yours" in capsys.readouterr().err
 
 
 def test_what_was_never_submitted(tmp_path: Path, backend: FakeBackend, capsys: pytest.CaptureFixture[str]) -> None:
     prepared(tmp_path / "root", tmp_path, {})
-    assert main(["stop"]) == 0
+    assert main(["stop"]) == 2
+    assert "was submitted (only prepared or refused: demo)" in capsys.readouterr().err
+    assert main(["stop", "demo"]) == 0
     assert "UNSUBMITTED" in capsys.readouterr().out
     assert backend.polls == 0
 
@@ -160,7 +169,7 @@ def test_a_job_that_is_requeued_after_it_was_cancelled_is_cancelled_again(
     monkeypatch.setattr(verb, "AGAIN_SECONDS", 0.0)
     cancel = backend.cancel
 
-    def too_early(job: JobRef) -> None:
+    def too_early(job: JobRef, budget_seconds: float | None = None) -> None:
         cancel(job)
         if len(backend.cancelled) == 1:
             backend.states = [JobState.RUNNING, state]
@@ -222,3 +231,62 @@ def test_the_time_bounds_the_forced_end_of_a_local_supervisor_too(
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_slurm_that_hangs_is_bounded_by_the_timeout_and_never_a_refused_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("squeue", "scancel"):
+        (folder / name).write_text("#!/bin/sh\nexec sleep 60\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("RELAX_RUNS_ROOT", str(tmp_path / "root"))
+    monkeypatch.setattr(verb, "KILL_SECONDS", 0.2)
+    prepared(tmp_path / "root", tmp_path)
+    began = time.monotonic()
+    assert main(["stop", "--timeout", "3"]) == 9
+    assert time.monotonic() - began < 30  # one hanging command alone may take 30 s otherwise
+    said = capsys.readouterr().err
+    assert "scancel 7 failed: scancel did not answer within" in said
+    assert "Slurm could not be asked (squeue did not answer within" in said
+    prepared(tmp_path / "root", tmp_path, {"backend": "slurm", "tag": "relax-demo-2"})
+    assert main(["stop", "demo", "--timeout", "1"]) == 9
+    assert "could not be asked whether the job of run 'demo' (attempt 2) exists" in capsys.readouterr().err
+
+
+def test_the_newest_of_several_living_runs_is_meant_and_the_others_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(tmp_path / "root", tmp_path)
+    (tmp_path / "root" / "demo").rename(tmp_path / "root" / "other")
+    prepared(tmp_path / "root", tmp_path, {"backend": "slurm", "tag": "y", "job_id": "8", "cluster": None})
+    done = Done(("squeue",), 0, "", "")
+    rows = tuple(UserJob(job, "RUNNING", "") for job in ("7", "8"))
+    monkeypatch.setattr(submit, "user_jobs", lambda **_: (rows, done))
+    main(["stop"])
+    assert "no run was named: stopping demo (attempt 1); also alive: other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_interrupted_stop_says_how_far_it_got(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: FakeBackend,
+    capsys: pytest.CaptureFixture[str],
+    asked: bool,
+) -> None:
+    prepared(tmp_path / "root", tmp_path)
+
+    def ask(*_: Any, **__: Any) -> dict[str, Any]:
+        if not asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"state": "STOPPING"}
+
+    monkeypatch.setattr(verb, "ask", ask)
+    monkeypatch.setattr(verb.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(["stop"]) == 143
+    said = capsys.readouterr().err
+    assert ("was asked to end and goes on ending" if asked else "was not asked to end yet") in said
+    assert "its end is not confirmed, `relax-slurm stop demo` waits for it" in said

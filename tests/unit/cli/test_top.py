@@ -46,5 +46,7 @@ def test_until_the_run_is_over(looks: list[Any], capsys: pytest.CaptureFixture[s
 
 def test_until_ctrl_c(looks: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     looks += [KeyboardInterrupt(), looks[0]]
-    assert main(["top"]) == 0
-    assert "attempt 1  READY" in capsys.readouterr().out
+    assert main(["top"]) == 130
+    out, err = capsys.readouterr()
+    assert "attempt 1  READY" in out
+    assert "interrupted (SIGINT); run demo was READY and is left alone" in err

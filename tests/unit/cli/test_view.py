@@ -12,7 +12,7 @@ def test_everything_is_there(tmp_path: Path) -> None:
     run_dir = prepared(tmp_path / "root", tmp_path)
     text = view(state_of(run_dir, reason="a replica is missing", error={"message": "broken"}))
     for part in (
-        "demo  attempt 1  READY  job 7+8  epoch 000001-abcdef",
+        "demo  attempt 1  READY  job 7 (2 components: 7, 8)  epoch 000001-abcdef",
         "reason   a replica is missing",
         "error    broken",
         "gateway  http://h:29999",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from relax_slurm.config.layers import CLUSTER_FILE, OUR_OWN, TOP_LEVEL_VARIABLES
 from relax_slurm.config.load import from_resolved, load
 from relax_slurm.errors import ConfigError
 
@@ -224,3 +226,41 @@ def test_a_pipe_can_be_read(tmp_path: Path) -> None:
 def test_damaged_resolved_configs(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^config\.json"):
         from_resolved(text)
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("RELAX_RUN_ROOT", "RELAX_RUNS_ROOT"),
+        ("RELAX_RUNS_ROOTS", "RELAX_RUNS_ROOT"),
+        ("RELAX_CLUSTER", "RELAX_CLUSTER_FILE"),
+        ("RELAX_CLUSTERFILE", "RELAX_CLUSTER_FILE"),
+        ("RELAX_JOBSHAPE", "RELAX_JOB_SHAPE"),
+        ("RELAX_SLRUM__PARTITION", "RELAX_SLURM__…"),
+        ("RELAX_GATWAY__PORT", "RELAX_GATEWAY__…"),
+        ("RELAX_SLURM_PARTITION", "RELAX_SLURM__PARTITION"),
+        ("RELAX_ENGINE_STARTUP_SECONDS", "RELAX_ENGINE__STARTUP_SECONDS"),
+    ],
+)
+def test_a_misspelt_variable_is_refused_with_a_hint(run_file: Path, variable: str, meant: str) -> None:
+    message = fault(run_file, environ={variable: "x"})
+    assert message.startswith(f"${variable}: no such setting")
+    assert f"did you mean {meant}" in message
+
+
+def test_what_the_tool_sets_itself_and_what_is_foreign_is_left_alone(run_file: Path) -> None:
+    names = {*OUR_OWN, "RELAX_TEST_SGLANG_PYTHON", "RELAX_OTHER__THING", "RELAX_HOME", "RELAX_RUN_DIR", "RELAX_DEBUG"}
+    assert load(run_file, environ=dict.fromkeys(names, "x")) == load(run_file, environ={})
+
+
+def test_every_variable_that_the_tool_sets_is_known() -> None:
+    known = {*OUR_OWN, *TOP_LEVEL_VARIABLES, CLUSTER_FILE}
+    for package in ("relax_slurm", "sidecars"):
+        for path in (ROOT / package).rglob("*.py"):
+            found = set(re.findall(r"[\"'](RELAX_[A-Z]+(?:_[A-Z]+)*)[\"']", path.read_text()))
+            assert found <= known, path
+
+
+def test_a_cluster_file_is_told_apart_from_a_run_file() -> None:
+    with pytest.raises(ConfigError, match=r"this is a cluster file \(it has only .*a run file has name, placement"):
+        load(ROOT / "configs" / "cluster-example.yaml", environ={})

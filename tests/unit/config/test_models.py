@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from relax_slurm.config.base import directive_fault
 from relax_slurm.config.load import from_mapping, from_resolved
 from relax_slurm.config.models import RunConfig
+from relax_slurm.config.options import SBATCH, SRUN, owned
 from relax_slurm.errors import ConfigError
 
 
@@ -87,10 +88,77 @@ def test_sbatch_options_of_the_tool_are_refused(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["--mail-type=END", "--nice 100", "--gres=nvme:1", "--gpus-per-task=1", "--licenses=a:1"]
+    "line",
+    [
+        *("--mail-type=END", "--nice 100", "--gres=nvme:1", "--licenses=a:1", "--exclude=n[1-2]", "--mem-per-cpu=1G"),
+        *("--time-min=10", "--nodelist=n1", "--no-kill", "--export=ALL", "-H", "--gres-flags=enforce-binding"),
+    ],
 )
 def test_other_sbatch_options_are_kept(line: str) -> None:
     assert from_mapping(run(slurm={"extra_sbatch": [line]})).slurm.extra_sbatch == (line,)
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("--job-na=x", "--job-name"),
+        ("--outp=x", "--output"),
+        ("--gr=gpu:8", "--gres"),
+        ("--gpus-per-n 8", "--gpus-per-node"),
+        ("--mail-type=END --job-name=x", "--job-name"),
+        ("-QW", "-W"),
+        ("-HJx", "-J"),
+        ("--test-only", "--test-only"),
+        ("--test", "--test-only"),
+        ("--wait", "--wait"),
+        ("--gpus-per-task=1", "--gpus-per-task"),
+        ("--wrap=true", "--wrap"),
+        ("--pars", "--parsable"),
+        ("--chdir=/", "--chdir"),
+        ("--version", "--version"),
+    ],
+)
+def test_sbatch_options_are_known_however_they_are_spelt(line: str, option: str) -> None:
+    assert f"sets {option}, which" in refusal(slurm={"extra_sbatch": [line]})
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("--nodes=2", "--nodes"),
+        ("--ntas=2", "--ntasks"),
+        ("-w n1", "-w"),
+        ("-vn2", "-n"),
+        ("--het-group=0", "--het-group"),
+        ("--gpus-per-task=1", "--gpus-per-task"),
+        ("--test-only", "--test-only"),
+        ("--outp=/dev/null", "--output"),
+        ("--export=NONE", "--export"),
+        ("--pty", "--pty"),
+        ("--cpu-bind=none --job-name=x", "--job-name"),
+    ],
+)
+def test_srun_options_that_change_the_step_are_refused(line: str, option: str) -> None:
+    assert f"sets {option}, which" in refusal(slurm={"extra_srun": [line]})
+
+
+@pytest.mark.parametrize("line", ["--cpu-bind=none", "--mpi=pmix", "--mem=10G", "--label", "--propagate=NONE", "-K"])
+def test_other_srun_options_are_kept(line: str) -> None:
+    assert from_mapping(run(slurm={"extra_srun": [line]})).slurm.extra_srun == (line,)
+
+
+@given(st.sampled_from(sorted(SBATCH.owned)), st.data())
+def test_no_prefix_of_an_owned_option_gets_through(option: str, data: st.DataObject) -> None:
+    if option.startswith("--"):
+        name = option[: data.draw(st.integers(3, len(option)))]
+        assert owned(f"{name}=gpu", SBATCH) is not None
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_read(line: str) -> None:
+    for program in (SBATCH, SRUN):
+        found = owned(line, program)
+        assert found is None or found[0] in program.owned
 
 
 def test_an_option_must_look_like_one() -> None:

@@ -167,6 +167,7 @@ class Actors:
     admission: dict[str, bool] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     generations: dict[str, int] = field(default_factory=dict)
+    suspect: set[str] = field(default_factory=set)
 
     def methods(self, method: str) -> list[dict[str, Any]]:
         """Arguments of all commands of one kind."""
@@ -205,6 +206,8 @@ class Actors:
                 "state": self.states[worker],
                 "generation": self.generations[worker],
                 "admission_open": self.admission.get(worker, False),
+                "suspect": worker in self.suspect,
+                "detail": "it did not answer" if worker in self.suspect else "",
             }
             for worker in workers
             if worker in self.states

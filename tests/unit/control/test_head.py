@@ -30,13 +30,15 @@ from relax_slurm.wire.keys import credentials
 from relax_slurm.wire.messages import PeerKind, WorkerStatus
 from sidecars.worker import WorkerSpec
 from tests.harness.wait import until
-from tests.unit.control.stage import allocation_of, config_of, plan_of, report_of, run_dir_of, wide_config
+from tests.unit.control.stage import FAST, allocation_of, config_of, plan_of, report_of, run_dir_of, wide_config
 
 FIRST = 21_000 + os.getpid() % 50 * 150
 
 
 def attempt(tmp_path: Path, **changes: Any) -> RunDir:
-    config = config_of(ports={"first": FIRST, "last": FIRST + 2999}, **changes)
+    # No sidecar ever comes here; how long the coordinator waits for one must not decide a test.
+    times = {"control": FAST | {"bind_seconds": 300.0}}
+    config = config_of(ports={"first": FIRST, "last": FIRST + 2999}, **(times | changes))
     plan = plan_of(config)
     run_dir = run_dir_of(tmp_path)
     write_atomically(run_dir.path / "config.json", config.resolved_json())

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from relax_slurm.client.lifecycle import LifecycleClient
 from relax_slurm.control import replica_commands
 from relax_slurm.control.lifecycle import walk
+from relax_slurm.core.plan import Role
+from relax_slurm.core.replica_events import State
 from relax_slurm.core.run import RunState
 from tests.unit.control.stage import Stage, bad, config_of, defer_config, on_stage, run, until, wide_config
 
@@ -272,15 +275,25 @@ def test_deferred_roles_come_up_one_after_the_other_and_sleep(tmp_path: Path) ->
     run(scenario)
 
 
-def test_a_deferred_replica_that_dies_asleep_does_not_come_back_onto_cards_of_others(tmp_path: Path) -> None:
+def test_a_deferred_replica_that_dies_asleep_comes_back_with_its_lease_only(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with on_stage(tmp_path, defer_config()) as stage:
             stage.enter_all()
             walking = await ready(stage)
             stage.actors.states["judge/replica-0#0"] = "exited"
-            outcome = await walking
-            assert outcome["exit_code"] == 7
-            assert len(stage.actors.methods("start_worker")) == 3
+            judge = stage.coordinator.managers[Role.GENRM, "judge"]
+            await until(lambda: judge.replicas[0].state is State.GONE)
+            del stage.actors.states["judge/replica-0#0"]
+            lifecycle = LifecycleClient(stage.client)
+            await lifecycle.begin_batch(0)
+            await lifecycle.offload_rollout(0)
+            await lifecycle.acknowledge_rollout_offloaded(0)
+            assert len(stage.actors.methods("start_worker")) == 3, "the cards are somebody else's"
+            await lifecycle.activate("genrm", 0)
+            assert len(stage.actors.methods("start_worker")) == 4
+            assert (judge.replicas[0].state, judge.replicas[0].generation) == (State.READY, 2)
+            await stage.client.request("stop")
+            assert (await walking)["exit_code"] == 0
 
     run(scenario)
 

@@ -92,7 +92,7 @@ class Bench:
             self.links,
             hooks,
             run_tag="tag",
-            memory_saver=config.placement == "defer",
+            memory_saver=config.placement != "decoupled",
         )
 
     def enter(self, node: str, incarnation: str = "i1") -> None:
@@ -218,6 +218,111 @@ def test_an_onload_that_fails() -> None:
             at.far.actors.by_method["onload"] = lambda args: bad("exited", "died")
             with pytest.raises(EngineFailed, match="died"):
                 await at.manager.onload()
+
+    run(scenario)
+
+
+def test_an_onload_whose_weights_have_to_be_sent_is_pending_and_no_failure() -> None:
+    async def scenario() -> None:
+        async with bench(defer_config(), "policy") as at:
+            await at.manager.start()
+            await at.manager.offload()
+            at.far.actors.by_method["onload"] = lambda args: good(result="weights_pending")
+            assert await at.manager.onload() == ("policy/replica-0",)
+            assert at.states() == [State.ONLOADING]
+            assert not at.manager.complete
+            assert at.published[-1][1] is ReplicaState.ONLOADING
+            del at.far.actors.by_method["onload"]
+            at.manager.feed("policy/replica-0", Event(EventKind.WEIGHTS_VALID))
+            await until(lambda: at.states() == [State.READY])
+            assert at.far.actors.methods("onload")[-1]["tags"] == []
+            assert at.manager.replicas[0].generation == 1
+
+    run(scenario)
+
+
+def elastic_config(role: str) -> RunConfig:
+    """Two replicas of one role beside training, on the GPUs of both."""
+    model = {"model_path": "sim/m", "gpus": 2, "gpus_per_engine": 1}
+    return config_of(
+        placement="split",
+        pools={"a": {"nodes": 1, "gpus_per_node": 2}},
+        training={"pool": "a", "gpus": 2},
+        roles={role: {"pool": "a", "models": {"m": model}}},
+    )
+
+
+def one_fails(at: Bench) -> None:
+    """The first onload of the first replica ends its engine."""
+    failed: list[str] = []
+
+    def onload(args: dict[str, Any]) -> Any:
+        if args["worker_id"] == f"{FIRST}#0" and not failed:
+            failed.append(args["worker_id"])
+            return bad("exited", "out of memory")
+        return good()
+
+    at.far.actors.by_method["onload"] = onload
+
+
+def test_when_one_of_a_rollout_does_not_wake_up_the_others_sleep_again() -> None:
+    async def scenario() -> None:
+        async with bench(elastic_config("rollout")) as at:
+            await at.manager.start()
+            at.manager.serve(rebuild=True)
+            await at.manager.offload()
+            one_fails(at)
+            with pytest.raises(EngineFailed, match="out of memory"):
+                await at.manager.onload()
+            assert at.states() == [State.GONE, State.SLEEPING]
+            assert all(replica.release_proven for replica in at.manager.replicas)
+            at.manager.tick()
+            assert at.states() == [State.GONE, State.SLEEPING], "nothing is built where somebody else may be"
+            await at.manager.onload()
+            assert at.states() == [State.READY, State.READY]
+            assert [replica.generation for replica in at.manager.replicas] == [2, 1]
+
+    run(scenario)
+
+
+def test_when_one_of_a_judge_does_not_wake_up_it_is_built_again() -> None:
+    async def scenario() -> None:
+        async with bench(elastic_config("genrm")) as at:
+            await at.manager.start()
+            at.manager.serve(rebuild=True)
+            await at.manager.offload()
+            one_fails(at)
+            assert await at.manager.onload() == ()
+            assert at.states() == [State.READY, State.READY]
+            assert [replica.generation for replica in at.manager.replicas] == [2, 1]
+
+    run(scenario)
+
+
+def test_a_replica_that_is_still_being_built_is_put_to_sleep_too() -> None:
+    async def scenario() -> None:
+        async with bench(elastic_config("genrm")) as at:
+            await at.manager.start()
+            at.manager.serve(rebuild=True)
+            at.status(FIRST, "exited", generation=1)
+            assert at.states() == [State.STARTING, State.READY]
+            await at.manager.offload()
+            assert at.states() == [State.SLEEPING, State.SLEEPING]
+
+    run(scenario)
+
+
+def test_one_offload_that_fails_does_not_keep_the_others_awake() -> None:
+    async def scenario() -> None:
+        async with bench(elastic_config("genrm")) as at:
+            await at.manager.start()
+            at.far.actors.by_method["offload"] = lambda args: (
+                bad("recovery_required", "still holds") if args["worker_id"] == f"{FIRST}#0" else good()
+            )
+            with pytest.raises(RecoveryRequired, match=r"m/replica-0 .*still holds"):
+                await at.manager.offload()
+            assert at.states() == [State.FAILED, State.SLEEPING]
+            assert not at.manager.replicas[0].release_proven
 
     run(scenario)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from relax_slurm.control.run_dir import (
     launch_lock,
     read_json,
     runs_root,
+    why_not_writable,
     write_atomically,
 )
 from relax_slurm.errors import ConfigError, StartupFailed
@@ -179,11 +181,7 @@ def test_an_event_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 
 def test_how_a_run_is_found(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run of this user"):
-        find(tmp_path, None)
-    old, new = attempt(tmp_path, "old"), attempt(tmp_path, "new")
-    os.utime(old.path / "plan.json", (1, 1))
-    assert find(tmp_path, None) == new
+    old, _ = attempt(tmp_path, "old"), attempt(tmp_path, "new")
     assert find(tmp_path, "old") == old
     assert find(tmp_path, str(old.path)) == old
     assert find(tmp_path, f"{old.path.parent}/latest") == old
@@ -197,3 +195,23 @@ def test_where_runs_are(tmp_path: Path) -> None:
     assert runs_root("/a", {"RELAX_RUNS_ROOT": "/b"}) == Path("/a")
     assert runs_root(None, {"RELAX_RUNS_ROOT": "/b"}) == Path("/b")
     assert runs_root(None, {}) == Path.home() / ".relax_slurm" / "runs"
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_found_out_and_an_outcome_that_cannot_be_written_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = attempt(tmp_path)
+    assert why_not_writable(made.path) is None
+    assert made.write_outcome({"state": "STOPPED"})
+    monkeypatch.setattr(os, "fsync", full)
+    assert why_not_writable(made.path) == (
+        f"nothing can be written into {made.path} (No space left on device); free space there and launch again"
+    )
+    assert not made.write_outcome({"state": "FAILED"})
+    assert "No space left on device" in caplog.text
+    assert made.read("outcome.json") == {"state": "STOPPED"}
+    assert not list(made.path.glob(".*"))

@@ -54,9 +54,11 @@ def refuse(
     assert "no engine was started" in caught.value.message
     assert caught.value.rows
     for row in caught.value.rows:
-        assert set(row) == {"node", "gpu", "source", "seen", "wanted", "problem"}
+        assert set(row) == {"node", "gpu", "source", "seen", "wanted", "problem", "do"}
         assert row["node"]
         assert row["problem"]
+        assert row["do"], row
+    assert caught.value.message.endswith(caught.value.rows[0]["do"])
     return caught.value.rows
 
 

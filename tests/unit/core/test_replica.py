@@ -105,6 +105,58 @@ def test_not_ready_while_weights_are_not_valid() -> None:
     assert replica.state is S.READY
 
 
+def test_a_suspect_worker_is_not_routed_to_and_is_never_called_free() -> None:
+    replica = ready(2)
+    assert kinds(send(replica, E.WORKER_SUSPECT, 1, reason="it did not answer")) == [("publish", None)]
+    entry = replica.published()
+    assert (entry.state, entry.direct_eligible, entry.generation) == (ReplicaState.UNKNOWN, False, 1)
+    assert (replica.state, replica.why, replica.reason) == (S.READY, "it did not answer", "")
+    assert not replica.release_proven
+    assert kinds(send(replica, E.WORKER_WELL, 1)) == [("publish", None)]
+    entry = replica.published()
+    assert (entry.state, entry.direct_eligible, entry.generation) == (ReplicaState.READY, True, 1)
+    assert replica.why == ""
+
+
+def test_silence_passes_without_a_trace() -> None:
+    replica = ready()
+    send(replica, E.WORKER_SILENT, 0, reason="node n is silent")
+    assert replica.why == "node n is silent"
+    assert kinds(send(replica, E.WORKER_HEARD, 0)) == [("open_admission", 0)]
+    send(replica, E.ADMISSION_OPENED)
+    assert (replica.published().state, replica.why) == (ReplicaState.READY, "")
+
+
+def test_a_worker_that_is_well_again_may_be_what_was_missing() -> None:
+    replica = Replica("m/replica-0", 1)
+    send(replica, E.BEGIN)
+    send(replica, E.WORKER_READY, 0, base_url="http://n:1")
+    send(replica, E.WORKER_SUSPECT, 0)
+    send(replica, E.ADMISSION_OPENED)
+    assert replica.state is S.STARTING
+    send(replica, E.WORKER_WELL, 0)
+    assert replica.state is S.READY
+
+
+def test_woken_without_weights_is_neither_failed_nor_routable_until_they_are_there() -> None:
+    replica = sleeping(2)
+    assert kinds(send(replica, E.ONLOAD)) == [("publish", None), ("onload", 0), ("onload", 1)]
+    send(replica, E.RESUMED, 1)
+    assert kinds(send(replica, E.RESUMED, 0, weights_valid=False)) == []
+    assert (replica.state, replica.weights_pending) == (S.ONLOADING, True)
+    assert not replica.published().direct_eligible
+    # They were sent: the engine is still paused, and says itself when it is ready.
+    commands = send(replica, E.WEIGHTS_VALID)
+    assert [(c.kind.value, c.worker, c.tags) for c in commands] == [
+        ("onload", 0, frozenset()),
+        ("onload", 1, frozenset()),
+    ]
+    assert kinds(send(replica, E.RESUMED, 1)) == []
+    assert kinds(send(replica, E.RESUMED, 0)) == [("open_admission", 0)]
+    send(replica, E.ADMISSION_OPENED)
+    assert (replica.state, replica.generation) == (S.READY, 1)
+
+
 def test_not_ready_with_a_tag_missing() -> None:
     replica = Replica("m/replica-0", 1)
     send(replica, E.BEGIN)
@@ -371,7 +423,7 @@ class Life(RuleBasedStateMachine):
         assert replica.generation >= before.generation
         if replica.release_proven and not before.release_proven:
             assert event.kind in (E.RELEASED, E.WORKER_EXITED)
-        if event.kind in (E.WORKER_SILENT, E.FAIL, E.WORKER_UNHEALTHY):
+        if event.kind in (E.WORKER_SILENT, E.WORKER_SUSPECT, E.FAIL, E.WORKER_UNHEALTHY):
             assert replica.release_proven == before.release_proven
 
     @invariant()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from relax_slurm.core.discovery import ReplicaState
+from relax_slurm.core.discovery import EngineEntry, ReplicaState
 from relax_slurm.core.plan import Role
 from relax_slurm.forward import Exchange
+from relax_slurm.gateway import app
 from tests.unit.gateway.stage import COMPLETION, SERVED, TOKEN, Stage, answers, complete, run
 
 GENERATE = [f"/{role}/generate" for role in Role]
@@ -401,3 +402,31 @@ def test_turns_are_taken_over_replicas_and_keys_stick() -> None:
         await second.stop(0.2)
 
     run(body)
+
+
+def test_a_request_at_a_lost_engine_is_answered_and_never_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "WATCH_SECONDS", 0.02)
+
+    def never(exchange: Exchange) -> None:
+        """Takes it and says nothing."""
+
+    async def body(stage: Stage) -> None:
+        asking = [asyncio.create_task(stage.client.post("/teacher/generate", json={"text": "1"})) for _ in range(3)]
+        async with asyncio.timeout(10):
+            while len(stage.engine.requests) < 3:
+                await asyncio.sleep(0.01)
+        stage.show(state=ReplicaState.UNKNOWN, engines=shown(stage, ReplicaState.STOPPING))
+        await asyncio.sleep(0.3)
+        assert not any(each.done() for each in asking), "its sidecar still has the say"
+        stage.show(state=ReplicaState.UNKNOWN, engines=shown(stage, ReplicaState.UNKNOWN))
+        for each in asking:
+            answer = await each
+            assert answer.status_code == 502
+            assert "not sent elsewhere" in answer.json()["error"]["message"]
+        assert len(stage.engine.requests) == 3
+
+    run(body, never, doubt_seconds=0.1)
+
+
+def shown(stage: Stage, state: ReplicaState) -> tuple[EngineEntry, ...]:
+    return (EngineEntry("math/replica-0", stage.engine.url, state, state is ReplicaState.READY, 1),)

@@ -220,21 +220,124 @@ def test_an_engine_that_dies_is_reported_once_nothing_of_it_is_left(tmp_path: Pa
     run(scenario)
 
 
-def test_an_engine_that_stops_answering_is_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosted, "HEALTH_EVERY_SECONDS", 0.05)
+QUICK = {"every_seconds": 0.05, "idle_seconds": 0.05, "answer_seconds": 1.0, "generate_seconds": 0}
+PATIENT = {"mute_failed": 10_000, "stalled_suspect": 2, "stalled_failed": 10_000}
+LONG = {"text": "1+1=", "sampling_params": {"max_new_tokens": 20_000, "ignore_eos": True}}
 
+
+async def told(at: Host, count: int) -> list[str]:
+    """The names of what was told, once there are so many."""
+    async with asyncio.timeout(40):
+        while len(at.told) < count:
+            await asyncio.sleep(0.01)
+    return [event for event, _ in at.told]
+
+
+def test_a_frozen_engine_is_suspect_and_comes_back(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with host(tmp_path) as at:
-            made = at.worker()
+            made = at.worker(at.args() | {"health": QUICK | PATIENT})
             await made.start()
+            made.open_admission()
             os.kill(made.engine.pid or 0, signal.SIGSTOP)
-            monkeypatch.setattr(made.engine, "health", lambda: asyncio.sleep(0, False))
-            async with asyncio.timeout(10):
-                while not at.told:
-                    await asyncio.sleep(0.01)
-            assert at.told[0][0] == "unhealthy"
-            assert made.state is WorkerState.FAILED
+            assert await told(at, 1) == ["suspect"]
+            assert made.status()["suspect"] is True
+            assert (made.state, made.status()["admission_open"]) == (WorkerState.UP, True)
+            assert await ask(made) == 503
             os.kill(made.engine.pid or 0, signal.SIGCONT)
+            assert await told(at, 2) == ["suspect", "healthy"]
+            assert made.status()["suspect"] is False
+            assert await ask(made) == 200
+
+    run(scenario)
+
+
+def test_an_engine_that_stays_frozen_fails_and_who_waits_for_it_hears_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with host(tmp_path) as at:
+            budget = QUICK | {"mute_suspect": 1, "mute_failed": 3}
+            made = at.worker(at.args(sim={"tokens_per_second": 100}) | {"health": budget})
+            await made.start()
+            made.open_admission()
+            waiting = asyncio.create_task(ask(made, body=LONG))
+            async with asyncio.timeout(20):
+                while made.status()["in_flight"] == 0:
+                    await asyncio.sleep(0.01)
+            os.kill(made.engine.pid or 0, signal.SIGSTOP)
+            assert await waiting == 502
+            assert await told(at, 2) == ["suspect", "unhealthy"]
+            assert made.state is WorkerState.FAILED
+            assert "did not answer 3 looks" in made.detail
+            await made.stop(30.0)  # a stopped process cannot end by itself, and nobody waits that it does
+            assert made.state is WorkerState.EXITED
+
+    run(scenario)
+
+
+def test_an_engine_that_answers_and_makes_no_token_is_stalled(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with host(tmp_path) as at:
+            budget = QUICK | {"stalled_suspect": 2, "stalled_failed": 6}
+            faults = [{"kind": "hang_generate", "value": 1}]
+            made = at.worker(at.args(sim={"faults": faults}) | {"health": budget})
+            await made.start()
+            made.open_admission()
+            assert await ask(made) == 502
+            assert await told(at, 2) == ["suspect", "unhealthy"]
+            assert "work did not move" in made.detail
+
+    run(scenario)
+
+
+def test_a_long_answer_that_comes_whole_is_no_stall(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with host(tmp_path) as at:
+            budget = QUICK | {"stalled_suspect": 2, "stalled_failed": 3}
+            made = at.worker(at.args(sim={"tokens_per_second": 20}) | {"health": budget})
+            await made.start()
+            made.open_admission()
+            body = {"text": "1+1=", "sampling_params": {"max_new_tokens": 30, "ignore_eos": True}}
+            assert await ask(made, body=body) == 200
+            assert at.told == []
+
+    run(scenario)
+
+
+def test_an_idle_engine_proves_that_it_can_generate(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with host(tmp_path) as at:
+            budget = QUICK | {"generate_seconds": 0.1, "stalled_suspect": 2, "stalled_failed": 4}
+            faults = [{"kind": "hang_generate", "value": 2}]
+            made = at.worker(at.args(sim={"faults": faults}) | {"health": budget | {"answer_seconds": 0.3}})
+            await made.start()
+            made.open_admission()
+            assert await told(at, 2) == ["suspect", "unhealthy"]
+
+    run(scenario)
+
+
+def test_nothing_is_asked_while_it_sleeps_or_an_operation_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with host(tmp_path) as at:
+            made = at.worker(at.args() | {"health": QUICK | {"generate_seconds": 0.01, "mute_failed": 3}})
+            await made.start()
+            asked: list[float] = []
+
+            async def never(seconds: float = 0.0) -> bool:
+                asked.append(seconds)
+                return False
+
+            await made.offload({"deadline_seconds": 20.0})
+            monkeypatch.setattr(made.engine, "health", never)
+            await asyncio.sleep(0.5)
+            assert (asked, made.state, at.told) == ([], WorkerState.ASLEEP, [])
+            with made.operation():
+                await made.onload({"deadline_seconds": 20.0})
+                await asyncio.sleep(0.3)
+                assert asked == []
+            assert (await told(at, 1))[0] == "suspect"
 
     run(scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import pytest
 
 from relax_slurm.core.plan import WeightSource
 from relax_slurm.forward import Upstream
+from sidecars import residency
 from sidecars.engine import ALL_TAGS, SGLangEngine, Tag
 from sidecars.ledger import GIB, NodeLedger
 from sidecars.residency import MemoryMeter, Result, Tenancy, WeightRestore
@@ -59,10 +61,10 @@ async def stage(tmp_path: Path, *, meter: MemoryMeter | None = None, **changes: 
     engine = SGLangEngine(worker(tmp_path, **changes), upstream)
     made = Stage(engine, tmp_path, meter)
     try:
-        made.tenancy.note_before_start()
+        await made.tenancy.note_before_start()
         await engine.start()
         await engine.wait_ready(time.monotonic() + 20)
-        made.tenancy.note_loaded()
+        await made.tenancy.note_loaded()
         made.tenancy.opened()
         yield made
     finally:
@@ -285,7 +287,7 @@ def test_a_follower_is_asleep_when_its_own_cards_are_free(tmp_path: Path) -> Non
             await asyncio.gather(*(engine.start() for engine in engines))
             await asyncio.gather(*(engine.wait_ready(time.monotonic() + 20) for engine in engines))
             for stay in stays:
-                stay.note_loaded()
+                await stay.note_loaded()
             alone = await stays[1].offload(0.2)
             assert alone.result is Result.MEMORY_HELD, "nothing was released yet"
             head, follower = await asyncio.gather(*(stay.offload(20) for stay in stays))
@@ -299,5 +301,59 @@ def test_a_follower_is_asleep_when_its_own_cards_are_free(tmp_path: Path) -> Non
         finally:
             await asyncio.gather(*(engine.stop(0.2, 10) for engine in engines))
             await upstream.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_meter_that_hangs_holds_neither_the_loop_nor_the_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "_LAST_LOOK_SECONDS", 0.2)
+    hangs, release = threading.Event(), threading.Event()
+
+    def meter(gpus: Sequence[int]) -> Mapping[int, int]:
+        if hangs.is_set():
+            release.wait(30)
+        return dict.fromkeys(gpus, 70 * GIB)
+
+    async def scenario() -> None:
+        async with stage(tmp_path, meter=meter) as it:
+            hangs.set()
+            turns = 0
+
+            async def turn() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0.01)
+
+            turning = asyncio.create_task(turn())
+            outcome = await it.tenancy.offload(0.5)
+            turning.cancel()
+            assert outcome.result is Result.MEMORY_HELD
+            assert "could not be measured" in outcome.message
+            assert outcome.after == {}
+            assert turns > 5
+            assert it.engine.resident == ALL_TAGS, "what cannot be measured is not released"
+            release.set()
+
+    asyncio.run(scenario())
+
+
+def test_a_meter_that_fails_says_so(tmp_path: Path) -> None:
+    broken = False
+
+    def meter(gpus: Sequence[int]) -> Mapping[int, int]:
+        if broken:
+            raise OSError("the driver is gone")
+        return dict.fromkeys(gpus, 70 * GIB)
+
+    async def scenario() -> None:
+        nonlocal broken
+        async with stage(tmp_path, meter=meter) as it:
+            broken = True
+            outcome = await it.tenancy.offload(5)
+            assert outcome.result is Result.MEMORY_HELD
+            assert "the driver is gone" in outcome.message
 
     asyncio.run(scenario())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from relax_slurm.errors import SubmissionRefused
 from relax_slurm.slurm import explain
-from relax_slurm.slurm.backend import SlurmBackend
+from relax_slurm.slurm.backend import CancelFailed, SlurmBackend
 from relax_slurm.slurm.command import Done
 from relax_slurm.slurm.executor import HetSlurmExecutor, HetSlurmJob, SqueueWatcher
 from relax_slurm.slurm.job import JobRef, JobState
@@ -201,8 +201,15 @@ def test_cancel(fakes: Fakes) -> None:
     fakes.make("scancel", "echo 'scancel: error: Kill job error on job id 12: Invalid job id specified' >&2; exit 1")
     backend.cancel(JobRef("12"))
     fakes.make("scancel", "echo 'scancel: error: Access/permission denied' >&2; exit 1")
-    with pytest.raises(SubmissionRefused, match="permission denied"):
+    with pytest.raises(CancelFailed, match="permission denied") as refused:
         backend.cancel(JobRef("12"))
+    assert not refused.value.silent
+    fakes.make("scancel", "exec sleep 60")
+    with pytest.raises(CancelFailed, match=r"did not answer within 0\.2 s") as silent:
+        backend.cancel(JobRef("12"), 0.2)
+    assert silent.value.silent
+    fakes.make("squeue", "exec sleep 60")
+    assert backend.poll(JobRef("12"), 0.2).state is JobState.UNKNOWN
 
 
 def test_the_submitit_watcher_needs_no_accounting(fakes: Fakes) -> None:

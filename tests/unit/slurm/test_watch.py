@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -132,3 +134,51 @@ def test_the_fold_is_total_and_over_only_when_all_are(found: list[str]) -> None:
 def test_any_text_is_parsed(text: str) -> None:
     rows = parse_rows(text)
     fold(rows, rows[0].job_id if rows else "1")
+
+
+NEVER = {
+    "PartitionNodeLimit": "fewer",
+    "PartitionTimeLimit": "slurm.time",
+    "BadConstraints": "slurm.constraint",
+    "AccountNotAllowed": "slurm.account",
+    "QOSNotAllowed": "slurm.qos",
+    "InvalidAccount": "slurm.account",
+    "InvalidQOS": "slurm.qos",
+    "AssocMaxNodePerJobLimit": "ask for less",
+    "QOSMaxWallDurationPerJobLimit": "ask for less",
+    "QOSMaxCpuPerNode": "ask for less",
+    "QOSMinGRES": "ask for more",
+    "ReservationDeleted": "slurm.reservation",
+    "DependencyNeverSatisfied": "extra_sbatch",
+    "launch failed requeued held": "scontrol show job",
+}
+MAYBE = {
+    "PartitionConfig": "ask for less",
+    "PartitionDown": "wait",
+    "PartitionInactive": "wait",
+    "JobHeldUser": "scontrol release",
+    "JobHeldAdmin": "administrator",
+    "ReqNodeNotAvail, UnavailableNodes:n3": "drained",
+}
+FINE = ("Resources", "Priority", "BeginTime", "Licenses", "QOSMaxJobsPerUserLimit", "AssocGrpNodeLimit", "None", "")
+
+
+@pytest.mark.parametrize("reason", [*NEVER, *MAYBE, *FINE])
+def test_which_reasons_can_clear_by_themselves(reason: str) -> None:
+    assert explain.never_starts(reason) == (reason in NEVER)
+    wanted = NEVER.get(reason) or MAYBE.get(reason)
+    assert (explain.pending(reason) is None) == (wanted is None)
+    assert (wanted or "") in (explain.pending(reason) or "")
+
+
+def test_every_row_has_a_test_and_the_worst_reason_of_several_counts() -> None:
+    for pattern, clears, _ in explain.PENDING:
+        tried = NEVER if clears is explain.Clears.NEVER else MAYBE
+        assert any(re.match(pattern, reason) for reason in tried), pattern
+    assert explain.never_starts("Resources; PartitionDown; InvalidQOS")
+    assert not explain.never_starts("Resources; PartitionDown")
+
+
+def test_pending_alone_is_no_reason() -> None:
+    assert fold(rows_of("9|PENDING||None"), "9").reason == ""
+    assert fold(rows_of("9|CONFIGURING||None"), "9").reason == "CONFIGURING"

@@ -125,6 +125,27 @@ def test_deadly(body: dict[str, Any]) -> None:
         parse(**body, sampling_params={"max_new_tokens": 1})
 
 
+@pytest.mark.parametrize("params", [{"top_k": 2**31}, {"min_new_tokens": 1, "stop_token_ids": [512]}])
+def test_deadly_parameters(params: dict[str, Any]) -> None:
+    with pytest.raises(Deadly):
+        parse(text="a", sampling_params={"max_new_tokens": 1, **params})
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"logit_bias": {"512": 1.0}}, r"logit_bias must has keys in \[0, 511\], got 512"),
+        ({"logit_bias": {"-1": 1.0}}, r"logit_bias must has keys in \[0, 511\], got -1"),
+        ({"logit_bias": {"x": 1.0}}, "invalid literal"),
+        ({"min_new_tokens": 2}, r"min_new_tokens must be in \[0, max_new_tokens\(1\)\]"),
+        ({"min_new_tokens": -1}, "min_new_tokens must be in"),
+    ],
+)
+def test_parameters_that_are_refused_once_the_vocabulary_is_known(params: dict[str, Any], words: str) -> None:
+    with pytest.raises(Invalid, match=words):
+        parse(text="a", sampling_params={"max_new_tokens": 1, **params})
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 600) | st.text(max_size=5) | st.floats(allow_nan=False),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -163,6 +184,7 @@ def test_chat_content_may_come_in_parts() -> None:
     [
         ({"prompt": [1, 512]}, False),
         ({"prompt": "a", "logprobs": 513}, False),
+        ({"prompt": "a", "min_tokens": 1, "stop_token_ids": [512]}, False),
         ({"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 513}, True),
     ],
 )

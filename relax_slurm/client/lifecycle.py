@@ -1,0 +1,168 @@
+"""Leases, batches and the commit gate, asked of a run's coordinator.
+
+    async with await LifecycleClient.of(run_dir) as lifecycle:
+        await lifecycle.wait_committed(7)
+        async with lifecycle.training(7):
+            ...  # the GPUs are training's
+
+Every call has an operation id of its own and is repeated under it until it is answered, so a lost answer changes
+nothing twice. An error is the coordinator's own, by class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from relax_slurm.core import lifecycle_errors
+from relax_slurm.core.lease import TRAINING, LeaseState
+from relax_slurm.core.lifecycle_errors import BatchFailed
+from relax_slurm.core.operations import Method
+from relax_slurm.errors import DeadlineExceeded, RelaxError, StartupFailed
+from relax_slurm.wire.client import ControlClient, RemoteError
+from relax_slurm.wire.keys import credentials
+from relax_slurm.wire.messages import PeerKind
+
+ANSWER_SECONDS = 240.0
+"""How long to ask for one answer: the coordinator itself gives up an operation after 180 s."""
+POLL_SECONDS = 20.0
+"""How long one question of `wait_committed` stays open."""
+
+_BY_CODE: dict[str, type[RelaxError]] = {
+    found.code: found
+    for found in vars(lifecycle_errors).values()
+    if isinstance(found, type) and issubclass(found, RelaxError) and found.__module__ == lifecycle_errors.__name__
+}
+
+
+class LifecycleClient:
+    """Belongs to the event loop it is used in. Close it, or use it as a context manager."""
+
+    def __init__(self, control: ControlClient, *, answer_seconds: float = ANSWER_SECONDS) -> None:
+        self._control = control
+        self._answer_seconds = answer_seconds
+
+    @classmethod
+    async def of(cls, run_dir: Path | str, **options: Any) -> LifecycleClient:
+        """The client of a run by its folder (`launch --json` calls it run_dir). `StartupFailed` when it is not up."""
+        path = Path(run_dir)
+        try:
+            endpoint = json.loads(await asyncio.to_thread((path / "endpoint.json").read_text))
+        except (OSError, ValueError) as error:
+            raise StartupFailed(
+                f"{path} has no readable endpoint.json ({error}); is it the folder of a run that is up?"
+            ) from None
+        keys = credentials(path / "keys", PeerKind.CLIENT)
+        return cls(ControlClient(endpoint["control"], keys, attempt_seconds=POLL_SECONDS + 5.0), **options)
+
+    async def __aenter__(self) -> LifecycleClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._control.close()
+
+    # --- batches --------------------------------------------------------------------------------------------
+
+    async def begin_batch(self, batch: int) -> None:
+        """Open a batch; returns when rollout serves."""
+        await self._ask(Method.BEGIN_BATCH, batch)
+
+    async def commit_batch(self, batch: int) -> None:
+        """Let training have it. Only after it was published."""
+        await self._ask(Method.COMMIT_BATCH, batch)
+
+    async def fail_batch(self, batch: int, error: str) -> None:
+        """Say that it will never be complete; every waiter gets the error."""
+        await self._ask(Method.FAIL_BATCH, batch, error=error[:4096])
+
+    async def wait_committed(self, batch: int, timeout_seconds: float = 86_400.0) -> None:
+        """Return once it is committed. `BatchFailed` when it never will be, `DeadlineExceeded` at the timeout."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"batch {batch} is not committed after {timeout_seconds:g} s; it may be later")
+            seconds = min(left, POLL_SECONDS)
+            answer = await self._request("wait_committed", seconds + 10.0, batch=batch, seconds=seconds)
+            if answer["state"] == "COMMITTED":
+                return
+
+    async def recover(self) -> None:
+        """After a failure: let the run go on where the evidence suffices; `NotRecovered` says what is missing."""
+        await self._ask(Method.RECOVER, None)
+
+    # --- leases ---------------------------------------------------------------------------------------------
+
+    async def activate(self, role: str, batch: int) -> None:
+        """Give a judge, a teacher or training its GPUs; returns when its engines serve."""
+        await self._ask(Method.ACTIVATE, batch, holder=str(role))
+
+    async def deactivate(self, role: str, batch: int) -> None:
+        """Take them back; returns when every release is confirmed."""
+        await self._ask(Method.DEACTIVATE, batch, holder=str(role))
+
+    async def offload_rollout(self, batch: int) -> None:
+        """Take rollout's engines off their GPUs; its lease stays until the release is acknowledged."""
+        await self._ask(Method.OFFLOAD_ROLLOUT, batch)
+
+    async def acknowledge_rollout_offloaded(self, batch: int) -> None:
+        """Give rollout's lease back; `ReleaseUnconfirmed` when the evidence says otherwise."""
+        await self._ask(Method.ACKNOWLEDGE_ROLLOUT_OFFLOADED, batch)
+
+    async def begin_student_scoring(self, batch: int) -> None:
+        """Give rollout its GPUs a second time; `onload_rollout` brings its engines back."""
+        await self._ask(Method.BEGIN_STUDENT_SCORING, batch)
+
+    async def onload_rollout(self, batch: int) -> None:
+        """Bring rollout's engines back for student scoring."""
+        await self._ask(Method.ONLOAD_ROLLOUT, batch)
+
+    @asynccontextmanager
+    async def training(self, batch: int) -> AsyncIterator[None]:
+        """Training's lease for a committed batch. Roles that stand on its GPUs leave before and come back after."""
+        state = await self.get_state()
+        rivals = state["sharing"].get(TRAINING)
+        if rivals is None:  # training's GPUs are not the run's
+            yield
+            return
+        standing = [role for role in rivals if state["leases"][role] == LeaseState.ACTIVE]
+        for role in standing:
+            await self.deactivate(role, batch)
+        await self.activate(TRAINING, batch)
+        try:
+            yield
+        finally:
+            await self.deactivate(TRAINING, batch)
+        for role in standing:
+            await self.activate(role, batch)
+
+    async def get_state(self) -> dict[str, Any]:
+        """The state document of `status --json`."""
+        return await self._request("get_state", 30.0)
+
+    # --- asking ---------------------------------------------------------------------------------------------
+
+    async def _ask(self, method: Method, batch: int | None, **fields: Any) -> None:
+        await self._request(str(method), self._answer_seconds, batch=batch, **fields)
+
+    async def _request(self, kind: str, timeout_seconds: float, /, **fields: Any) -> dict[str, Any]:
+        try:
+            return await self._control.request(kind, timeout_seconds=timeout_seconds, **fields)
+        except RemoteError as error:
+            raise _BY_CODE.get(error.remote_code, type(error))(*_arguments(error)) from None
+
+
+def _arguments(error: RemoteError) -> tuple[str, ...]:
+    return (error.message,) if error.remote_code in _BY_CODE else (error.message, error.remote_code)
+
+
+__all__ = ["BatchFailed", "LifecycleClient"]
