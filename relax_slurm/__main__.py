@@ -25,7 +25,6 @@ _ROWS = {
     "drain": "row L6, lifetime; `relax-slurm stop` lets requests finish and ends the run",
     "doctor": "rows R1 and L5, recovery and site checks; docs/operations.md, Failures, says what to do by hand",
     "bench": "`make bench` runs what there is",
-    "batch": "row B2, closed batches",
 }
 """Verbs of the contract that this version answers with the row it does not have."""
 

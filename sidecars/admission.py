@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -32,6 +32,7 @@ from relax_slurm.forward.http import Limits, Request, render
 from relax_slurm.forward.proxy import Deadlines, End, Outcome, Relay, relay
 from relax_slurm.forward.server import HttpServer
 from relax_slurm.forward.upstream import Upstream, UpstreamLimits
+from sidecars.info_answers import INFO_FIELDS, harmless
 
 
 class Kind(StrEnum):
@@ -131,40 +132,6 @@ PASSES: Final = MappingProxyType(
 _WORK: Final = frozenset({Kind.GENERATE, Kind.READINESS})
 """Kinds that a suspect engine does not get; what relieves it still passes."""
 
-INFO_FIELDS: Final = frozenset(
-    {
-        "architectures",
-        "context_length",
-        "disaggregation_mode",
-        "dp_size",
-        "has_audio_understanding",
-        "has_image_understanding",
-        "is_generation",
-        "load_balance_method",
-        "max_model_len",
-        "max_req_input_len",
-        "max_running_requests",
-        "max_total_num_tokens",
-        "model_path",
-        "model_type",
-        "pp_size",
-        "served_model_name",
-        "status",
-        "tokenizer_path",
-        "tp_size",
-        "version",
-        "weight_version",
-        "created",
-        "data",
-        "id",
-        "object",
-        "owned_by",
-        "parent",
-        "root",
-    }
-)
-"""Fields of info answers without keys, files or the command line; what a router reads to register."""
-
 GENERATION_HEADER: Final = b"x-relax-generation"
 _OWN_HEADERS: Final = frozenset({b"authorization", b"x-api-key", GENERATION_HEADER})
 
@@ -184,21 +151,6 @@ def find(method: str, path: str) -> Route:
     return route
 
 
-def harmless(answer: Any, fields: frozenset[str]) -> Any:
-    """`answer` with only `fields` in it, inside lists too; nested objects are dropped."""
-    if not isinstance(answer, dict):
-        return {}
-    kept: dict[str, Any] = {}
-    for key, value in answer.items():
-        if key not in fields or isinstance(value, dict):
-            continue
-        if isinstance(value, list):
-            kept[key] = [harmless(item, fields) if isinstance(item, dict) else item for item in value]
-        else:
-            kept[key] = value
-    return kept
-
-
 @dataclass(frozen=True, slots=True)
 class DrainResult:
     """How a close ended: requests that finished by themselves, and those that were cut at the deadline."""
@@ -211,8 +163,9 @@ class AdmissionGuard:
     """HTTP guard in front of one engine head. Starts closed.
 
     `engine_url` is the engine's own port, `engine_api_key` is added towards it. `is_alive` is asked for /health and
-    must return at once. With `require_key` callers need it as a bearer token (health routes stay open). A request that
-    names another `generation` than the guard's is meant for a predecessor and gets 503.
+    must return at once. Info answers name the model `served_name`, whatever a weight update made of it. With
+    `require_key` callers need it as a bearer token (health routes stay open). A request that names another `generation`
+    than the guard's is meant for a predecessor and gets 503.
     """
 
     def __init__(
@@ -228,6 +181,7 @@ class AdmissionGuard:
         deadlines: Deadlines | None = None,
         info_fields: frozenset[str] = INFO_FIELDS,
         payload_check: PayloadCheck | None = None,
+        served_name: str | None = None,
     ) -> None:
         self.generation = generation
         self.state = Admission.CLOSED
@@ -246,6 +200,7 @@ class AdmissionGuard:
         self._deadlines = deadlines or Deadlines()
         self._info_fields = info_fields
         self._payload_check = payload_check
+        self._served_name = served_name
         self._running: dict[Exchange, Relay | None] = {}
         self._opened_before = False
         self._idle = asyncio.Event()
@@ -419,7 +374,7 @@ class AdmissionGuard:
             exchange.fail(UpstreamFailed(f"{exchange.request.path}: the engine's answer is not JSON ({error})"))
             return
         if response.status == 200:
-            exchange.respond_json(200, harmless(answer, self._info_fields))
+            exchange.respond_json(200, harmless(answer, self._info_fields, self._served_name))
         else:
             failed = UpstreamFailed(f"the engine answered {response.status}; see its log")
             exchange.respond_json(response.status, {"error": failed.as_json()})

@@ -6,8 +6,10 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
+from relax_slurm.wire.codec import pack
 from relax_slurm.wire.messages import IdReused, Method
 
 KEPT = 1024
@@ -19,8 +21,9 @@ Do = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 @dataclass(slots=True)
 class _Operation:
+    fingerprint: bytes
+    """Digest of method and arguments: those of a weight update may be large, and a thousand are kept."""
     method: str
-    args: dict[str, Any]
     outcome: asyncio.Task[dict[str, Any]]
 
 
@@ -40,8 +43,9 @@ class CommandTable:
     def begin(self, operation: str, method: str, args: dict[str, Any], do: Do) -> asyncio.Future[dict[str, Any]]:
         """Start the command, or answer the outcome of the same id; it resolves with the value or a `RelaxError`."""
         known = self._operations.get(operation)
+        fingerprint = sha256(pack({"method": method, "args": args})).digest()
         if known is not None:
-            if (known.method, known.args) == (method, args):
+            if known.fingerprint == fingerprint:
                 return known.outcome
             refused: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
             refused.set_exception(IdReused(f"operation {operation} was {known.method}, now it is {method}"))
@@ -53,7 +57,7 @@ class CommandTable:
         task = asyncio.get_running_loop().create_task(self._run(method, args, do, before))
         running.add(task)
         task.add_done_callback(lambda task: self._ended(worker, task))
-        self._operations[operation] = _Operation(method, args, task)
+        self._operations[operation] = _Operation(fingerprint, method, task)
         self._forget()
         return task
 

@@ -232,6 +232,10 @@ class NodeDaemon:
                 return await worker.offload(args)
             case Method.ONLOAD:
                 return await worker.onload(args)
+            case Method.UPDATE_WEIGHTS:
+                return await worker.update_weights(args)
+            case Method.WEIGHTS_GROUP:
+                return await worker.weights_group(args)
         raise ProtocolError(f"method {method!r} is not one of {', '.join(Method)}")
 
     async def _start(self, worker_id: str, generation: int, args: dict[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from relax_slurm.core.engine_spec import InferenceEngineSpec, Operation, OperationRefused, spec_for
 from relax_slurm.core.health import Load
+from relax_slurm.core.weights import OPERATIONS, GroupAction, Transport
 from relax_slurm.errors import EngineFailed, RecoveryRequired, RelaxError, StartupFailed
 from sidecars import process
 from sidecars.command_line import build
@@ -185,16 +186,16 @@ class SGLangEngine:
             return False
         return answer.status == 200
 
-    async def info(self) -> dict[str, Any]:
+    async def info(self, timeout_seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
         """The engine's /model_info; the older spelling for versions that do not have it."""
-        answer = await self._http.send("GET", "/model_info", None, CONTROL_SECONDS, admin=False)
+        answer = await self._http.send("GET", "/model_info", None, timeout_seconds, admin=False)
         if answer.status == 404:
-            answer = await self._http.send("GET", "/get_model_info", None, CONTROL_SECONDS, admin=False)
+            answer = await self._http.send("GET", "/get_model_info", None, timeout_seconds, admin=False)
         return self._http.document("/model_info", answer)
 
-    async def weight_version(self) -> str:
+    async def weight_version(self, timeout_seconds: float = CONTROL_SECONDS) -> str:
         """Version of the weights that are loaded now."""
-        return str((await self.info()).get("weight_version", "default"))
+        return str((await self.info(timeout_seconds)).get("weight_version", "default"))
 
     # ---- quiet -------------------------------------------------------------------------------------------------
 
@@ -310,26 +311,47 @@ class SGLangEngine:
 
         SGLang takes the path as its new served name as well, which `served_model_name` then says.
         """
-        self.spec.check(Operation.UPDATE_WEIGHTS_DISK)
-        await self._load(model_path, weight_version, abort_all_requests, flush_cache, timeout_seconds)
+        body: dict[str, Any] = {
+            "model_path": model_path,
+            "flush_cache": flush_cache,
+            "abort_all_requests": abort_all_requests,
+        }
+        if weight_version is not None:
+            body["weight_version"] = weight_version
+        await self.change_weights(Transport.DISK, body, timeout_seconds)
 
     async def reload_weights(self, timeout_seconds: float = 600.0) -> None:
         """Load the present checkpoint again, to fill weights that a resume left as noise. No other weights."""
-        await self._load(self.model_path, None, False, True, timeout_seconds)
+        body = {"model_path": self.model_path, "flush_cache": True, "abort_all_requests": False}
+        await self._load(Transport.DISK, body, timeout_seconds)
 
-    async def _load(
-        self, path: str, version: str | None, abort: bool, flush_cache: bool, timeout_seconds: float
-    ) -> None:
+    async def change_weights(self, transport: Transport, body: Mapping[str, Any], timeout_seconds: float) -> None:
+        """SGLang's update call for this way of sending, with its body as it is. Refused for a static engine.
+
+        `EngineFailed` when the engine says no: a checkpoint then leaves the old weights in place, what came from a
+        trainer may have replaced some of them.
+        """
+        self.spec.check(OPERATIONS[transport])
+        await self._load(transport, body, timeout_seconds)
+
+    async def change_group(self, action: GroupAction, body: Mapping[str, Any], timeout_seconds: float) -> None:
+        """Join or leave a group for distributed updates. Refused for a static engine."""
+        self.spec.check(Operation.UPDATE_WEIGHTS_DISTRIBUTED)
+        await self._agreed(f"/{action}_weights_update_group", body, timeout_seconds)
+
+    async def _load(self, transport: Transport, body: Mapping[str, Any], timeout_seconds: float) -> None:
         if self.tags[Tag.WEIGHTS] is not TagState.RESIDENT:
             raise self._refused("a weight update", "the weights are not resident", "resume them first")
-        body: dict[str, Any] = {"model_path": path, "flush_cache": flush_cache, "abort_all_requests": abort}
-        if version is not None:
-            body["weight_version"] = version
-        answer = await self._http.control("/update_weights_from_disk", body, timeout_seconds)
-        if answer.get("success") is not True:
-            raise EngineFailed(f"{self.worker.worker_id}: loading {path} failed: {answer.get('message')}")
-        self.model_path = self.served_model_name = path
+        self.weights_valid = self.weights_valid and transport is Transport.DISK
+        await self._agreed(f"/update_weights_from_{transport}", body, timeout_seconds)
+        if transport is Transport.DISK:
+            self.model_path = self.served_model_name = str(body["model_path"])
         self.weights_valid = True
+
+    async def _agreed(self, path: str, body: Mapping[str, Any], timeout_seconds: float) -> None:
+        answer = await self._http.control(path, body, timeout_seconds)
+        if answer.get("success") is not True:
+            raise EngineFailed(f"{self.worker.worker_id}: {path} failed: {answer.get('message')}")
 
     def _refused(self, what: str, why: str, instead: str) -> OperationRefused:
         return OperationRefused(f"{self.worker.worker_id}: {what} is refused, {why}; {instead}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from relax_slurm.core.health import HealthBudget, Pulse, Verdict
+from relax_slurm.core.weights import GroupAction, Weights
 from relax_slurm.errors import ProtocolError, RecoveryRequired, RelaxError, StartupFailed, UpstreamFailed
 from relax_slurm.forward.upstream import Upstream
 from relax_slurm.wire.messages import WorkerState
@@ -27,6 +28,7 @@ from sidecars.process import Exit
 from sidecars.residency import Outcome, Result, Tenancy
 from sidecars.sweep import NODE_TAG
 from sidecars.vocabulary import vocabulary
+from sidecars.weights import WeightChange
 from sidecars.worker import WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -104,6 +106,7 @@ class HostedWorker:
                 is_alive=lambda: self.engine.running,
                 require_key=settings.guard_key,
                 payload_check=self._check,
+                served_name=spec.served_model_name,
             )
         self._gate = _Gate(self.guard)
         self.tenancy = Tenancy(self.engine, self._gate, _meter(spec, settings))
@@ -288,7 +291,9 @@ class HostedWorker:
         """
         tags = [Tag(name) for name in args.get("tags") or list(Tag)]
         with self.operation():
-            outcome = await self.tenancy.onload(float(args["deadline_seconds"]), tags)
+            wanted = args.get("weights")
+            weights = None if wanted is None else Weights(str(wanted["version"]), str(wanted["path"]))
+            outcome = await self.tenancy.onload(float(args["deadline_seconds"]), tags, weights=weights)
             if not (outcome.ok or outcome.result is Result.WEIGHTS_PENDING):
                 raise await self._failed(outcome)
             self._set(WorkerState.UP)
@@ -312,6 +317,18 @@ class HostedWorker:
         else:
             self._set(WorkerState.FAILED, outcome.message)
         return RecoveryRequired(outcome.message)
+
+    async def update_weights(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Close, load other weights, ask the engine for its version; admission stays closed until it is asked for."""
+        with self.operation():
+            return await WeightChange(self.engine, self.tenancy).run(args)
+
+    async def weights_group(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Join or leave a group for distributed updates."""
+        action, payload = GroupAction(args["action"]), dict(args["payload"])
+        with self.operation():
+            await self.engine.change_group(action, payload, float(args["deadline_seconds"]))
+        return {}
 
     def hold(self, reason: str) -> None:
         """Admit nothing new until the coordinator asks for it again; what runs goes on."""

@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from relax_slurm.core.plan import WeightSource
+from relax_slurm.core.weights import Transport, Weights
 from relax_slurm.errors import DeadlineExceeded, RecoveryRequired, RelaxError, UpstreamFailed
 from sidecars.engine import ALL_TAGS, PauseMode, SGLangEngine, Tag, TagState
 
@@ -55,6 +56,8 @@ class Result(StrEnum):
     """The memory is free: released, and measured where there is something to measure."""
     ALREADY_RELEASED = "already_released"
     """Nothing was to be done."""
+    QUIET = "quiet"
+    """Admission closed, paused, and proven to hold no request; memory where it was."""
     READY = "ready"
     """Memory resident, weights valid, admission open."""
     ALREADY_READY = "already_ready"
@@ -75,7 +78,7 @@ class Result(StrEnum):
     """The process ended in between."""
 
 
-_GOOD = frozenset({Result.RELEASED, Result.ALREADY_RELEASED, Result.READY, Result.ALREADY_READY})
+_GOOD = frozenset({Result.RELEASED, Result.ALREADY_RELEASED, Result.QUIET, Result.READY, Result.ALREADY_READY})
 
 
 class WeightRestore(StrEnum):
@@ -215,12 +218,28 @@ class Tenancy:
         timeout_seconds: float,
         tags: Iterable[Tag] = ALL_TAGS,
         restore: WeightRestore | None = None,
+        weights: Weights | None = None,
     ) -> Outcome:
-        """Get the engine back onto its cards and open admission, if everything is there for it."""
+        """Get the engine back onto its cards and open admission, if everything is there for it.
+
+        `weights` on disk are loaded unless the engine says that it has them; without, `restore` decides.
+        """
         async with self._lock:
             started = self._clock()
             how = restore or default_restore(self._engine)
-            return await self._outcome(started, self._onload(started + timeout_seconds, frozenset(tags), how))
+            return await self._outcome(started, self._onload(started + timeout_seconds, frozenset(tags), how, weights))
+
+    async def quiet(self, timeout_seconds: float, drain_seconds: float = 0.0) -> Outcome:
+        """Close admission and get the engine paused and empty while it keeps its memory: for other weights."""
+        async with self._lock:
+            started = self._clock()
+            return await self._outcome(started, self._quiet(started + timeout_seconds, drain_seconds))
+
+    async def wake(self, timeout_seconds: float) -> Outcome:
+        """After `quiet`: generate again; the guard may be opened."""
+        async with self._lock:
+            started = self._clock()
+            return await self._outcome(started, self._wake(started + timeout_seconds))
 
     async def _outcome(self, started: float, sequence: Awaitable[tuple[Result, str]]) -> Outcome:
         try:
@@ -268,6 +287,23 @@ class Tenancy:
         self._confirmed = True
         return Result.RELEASED, "released and measured" if self._before else "released; no GPU to measure"
 
+    async def _quiet(self, deadline: float, drain_seconds: float) -> tuple[Result, str]:
+        self._alive()
+        missing = sorted(ALL_TAGS - self._engine.resident)
+        if missing:
+            worker = self._engine.worker.worker_id
+            raise _Stop(Result.REFUSED, f"{worker}: {', '.join(missing)} is not resident; onload it first")
+        self._open = False
+        await self._guard.close(min(drain_seconds, max(self._left(deadline), 0.0)))
+        await self._quieten(deadline)
+        return Result.QUIET, "paused and empty"
+
+    async def _wake(self, deadline: float) -> tuple[Result, str]:
+        self._alive()
+        await self._engine.continue_(self._left(deadline))
+        self._guard.open(backend_drained=True)
+        return Result.READY, "generates again"
+
     async def _follow_release(self, deadline: float) -> tuple[Result, str]:
         """A follower has no admin HTTP: the head's call reaches it inside the engine, and its cards are the proof."""
         if self._confirmed:
@@ -313,7 +349,9 @@ class Tenancy:
         own = self._own.get(gpu) or before
         return before - used >= own * self._freed_fraction
 
-    async def _onload(self, deadline: float, tags: frozenset[Tag], restore: WeightRestore) -> tuple[Result, str]:
+    async def _onload(
+        self, deadline: float, tags: frozenset[Tag], restore: WeightRestore, weights: Weights | None
+    ) -> tuple[Result, str]:
         engine = self._engine
         self._alive()
         if not engine.worker.is_head:
@@ -327,7 +365,9 @@ class Tenancy:
         await engine.resume(tags, self._left(deadline))
         if engine.resident != ALL_TAGS:
             return Result.PARTIAL, f"resident: {', '.join(sorted(engine.resident))}"
-        if not engine.weights_valid:
+        if weights is not None:
+            await self._bring(weights, deadline)
+        elif not engine.weights_valid:
             if restore is not WeightRestore.DISK:
                 return Result.WEIGHTS_PENDING, "memory is resident, the weights have to be sent"
             await engine.reload_weights(self._left(deadline))
@@ -336,6 +376,19 @@ class Tenancy:
         self._guard.open(backend_drained=True)
         self._open = True
         return Result.READY, "memory resident, weights valid, admission open"
+
+    async def _bring(self, weights: Weights, deadline: float) -> None:
+        """Have these weights in the engine: proven by what it says itself."""
+        engine = self._engine
+        if engine.weights_valid and await engine.weight_version(self._left(deadline)) == weights.version:
+            return
+        engine.weights_valid = False
+        body = {"model_path": weights.path, "weight_version": weights.version, "flush_cache": True}
+        await engine.change_weights(Transport.DISK, body, self._left(deadline))
+        said = await engine.weight_version(self._left(deadline))
+        if said != weights.version:
+            engine.weights_valid = False
+            raise _Stop(Result.DOUBTFUL, f"{engine.worker.worker_id} says version {said!r}, wanted {weights.version!r}")
 
     # ---- small things ------------------------------------------------------------------------------------------
 

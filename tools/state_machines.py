@@ -1,4 +1,4 @@
-"""Writes docs/state-machines.md from the tables in `relax_slurm.core.replica` and `relax_slurm.core.run`.
+"""Writes docs/state-machines.md from the tables in `relax_slurm.core`: replica, run, lease and batch.
 
 python tools/state_machines.py           writes the page
 python tools/state_machines.py --check   exit 1 when the page is not what the tables say
@@ -13,16 +13,17 @@ from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 
-from relax_slurm.core import replica, replica_events, run
+from relax_slurm.core import batch, lease, replica, replica_events, run
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "state-machines.md"
 
 HEAD = """\
 # State machines
 
-<!-- Written by `python tools/state_machines.py`; edit the tables in relax_slurm/core/replica.py and run.py instead. -->
+<!-- Written by `python tools/state_machines.py`; edit the tables in relax_slurm/core (replica, run, lease, batch)
+instead. -->
 
-Both machines are literal tables with one mutator. An event that the table does not list for a state raises and changes
+All machines are literal tables with one mutator. An event that the table does not list for a state raises and changes
 nothing. Every change is a line of `events.jsonl` with its cause and its reason.
 """
 
@@ -35,6 +36,18 @@ shows it as DEAD.
 
 RUN = """\
 `drain` and `stop` may come several times. FAILED is the end of the road and no claim about GPUs.
+"""
+
+
+LEASE = """\
+Holders are the inference roles and training. A lease is given only when every holder that shares a GPU with it is
+SLEEPING, by the book and by the evidence of its replicas. BLOCKED is left by evidence only, never by an answer that
+came late. Which request leads to which event is `relax_slurm/core/lifecycle.py`.
+"""
+
+BATCH = """\
+The commit gate's view of a closed batch: may training have it? The finer stages of its data belong to the workload
+(docs/batches.md).
 """
 
 
@@ -82,6 +95,16 @@ def page() -> str:
     parts += [
         "",
         *section("Run", RUN, run.mermaid(), [("States of a run", run.RunState), ("Events of a run", run.RunEvent)]),
+    ]
+    parts += [
+        "",
+        *section(
+            "Lease", LEASE, lease.mermaid(), [("Leases", lease.LeaseState), ("Events of a lease", lease.LeaseEvent)]
+        ),
+        "",
+        *section(
+            "Batch", BATCH, batch.mermaid(), [("Batches", batch.BatchState), ("Events of a batch", batch.BatchEvent)]
+        ),
     ]
     return "\n".join(parts) + "\n"
 

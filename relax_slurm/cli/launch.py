@@ -30,6 +30,7 @@ from relax_slurm.slurm.backend import Backend
 from relax_slurm.slurm.job import JobRef, JobState, JobView
 from relax_slurm.slurm.submit import AnswerLost, Submission
 from relax_slurm.wire.host import ephemeral_range
+from relax_slurm.workload import preflight
 
 RELEASE_SECONDS = 60.0
 """How long a run that failed may take to end by itself before its job is ended."""
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     overrides = [*args.set, *(["control.allow_unverified=true"] if args.allow_unverified else [])]
     config = load(args.config, overrides)
     plan = make_plan(config, ephemeral=ephemeral_range())
+    preflight.check(config, plan)
     kind = choose(args.backend, os.environ)
     root = runs_root(config.runs_root, os.environ)
     progress = Progress(sys.stderr)

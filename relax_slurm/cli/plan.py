@@ -23,6 +23,7 @@ from relax_slurm.core.placement_json import to_value
 from relax_slurm.core.plan import ComponentPlan, InferencePlacementPlan
 from relax_slurm.slurm.script import render
 from relax_slurm.wire.host import ephemeral_range
+from relax_slurm.workload import preflight
 
 MAX_ROWS = 40
 """Replicas and command lines shown as text; --json has all of them."""
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan; returns 0. Raises ConfigError (exit 2) or a refusal (exit 3)."""
     config = load(args.config, getattr(args, "set", None) or ())
     plan = make_plan(config, ephemeral=ephemeral_range())
+    preflight.check(config, plan)
     attempt = RunDir.upcoming(runs_root(config.runs_root, os.environ), config.name)
     script = render(plan, config, script_paths(attempt, config))
     if getattr(args, "json", False):
@@ -122,6 +124,7 @@ def _replicas(plan: InferencePlacementPlan, limit: int | None) -> list[str]:
     lines = []
     for role in plan.roles:
         for model in role.models:
+            lines += [f"{role.role:8} {engine.engine_id}: somebody else's, {engine.url}" for engine in model.external]
             for replica in model.replicas:
                 first, last = replica.bundles[0], replica.bundles[-1]
                 bundles = f"bundle {first}" if first == last else f"bundles {first}-{last}"

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -47,9 +48,13 @@ _BY_STATUS: dict[int, type[RequestError]] = {
     503: Unavailable,
     504: DeadlineExceeded,
 }
+ABORTS_AT_ONCE = 64
+LOOK_SECONDS = 0.05
+"""Pause between two looks at a view that is waited for."""
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 _JSON = (b"content-type", b"application/json")
+_PLAIN = checked([_JSON])
 
 
 class InferenceClient:
@@ -63,9 +68,12 @@ class InferenceClient:
         discovery: Discovery,
         *,
         engine_key: str | None = None,
+        external_keys: Mapping[tuple[Role, str], str] | None = None,
         timeout_seconds: float = 1800.0,
         limits: UpstreamLimits | None = None,
     ) -> None:
+        """`engine_key` is for engines of the run; those that somebody else runs get theirs out of `external_keys`, by
+        role and engine id, or none."""
         self._discovery = discovery
         self._timeout_seconds = timeout_seconds
         self._resolver = RouteResolver()
@@ -73,6 +81,10 @@ class InferenceClient:
         self._pools = LoopPools(limits)
         auth: list[Header] = [] if engine_key is None else [(b"authorization", b"Bearer " + engine_key.encode())]
         self._headers = checked([_JSON, *auth])
+        self._external_headers = {
+            engine: checked([_JSON, (b"authorization", b"Bearer " + key.encode())])
+            for engine, key in (external_keys or {}).items()
+        }
 
     @classmethod
     def polling(cls, gateway_url: str, token: str | None, **options: Any) -> InferenceClient:
@@ -156,6 +168,46 @@ class InferenceClient:
             answer["model"] = target.model
         return answer
 
+    async def wait_ready(self, role: Role, *, timeout_seconds: float = 30.0) -> None:
+        """Return when the client's own view says that every model of the role can be asked; Unavailable.
+
+        The coordinator's word that a role was woken may be ahead of what discovery has told.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            try:
+                if (await self._discovery.view(role, newer=True)).ready:
+                    return
+                seen = f"{role} is not READY"
+            except Unavailable as error:
+                seen = error.message
+            if time.monotonic() > deadline:
+                raise Unavailable(f"{seen} in this client's view after {timeout_seconds:g} s; see `relax-slurm status`")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def abort(self, rids: Sequence[str], role: Role, *, timeout_seconds: float = 10.0) -> int:
+        """End requests by their ids; the number of times that an engine took the word.
+
+        Every engine of the role is told of every id. An id also ends those that begin with it, so give all requests ids
+        of one length. An aborted request is answered with what there is of it. Nothing is sent to engines that admit
+        nothing; one that cannot be reached is left out.
+        """
+        if not all(rids):
+            raise BadRequest("abort: a rid is empty, wanted the id of a request")
+        snapshot = await self._discovery.view(role)
+        models = snapshot.models.values()
+        urls = sorted({each.base_url for model in models for each in model.engines if each.base_url and each.routable})
+        gate, pool = asyncio.Semaphore(ABORTS_AT_ONCE), self._pools.here()
+
+        async def tell(url: str, rid: str) -> bool:
+            async with gate:
+                body = _encode({"rid": rid})
+                answer = await pool.request("POST", f"{url}/abort_request", self._headers, body, timeout_seconds)
+                return answer.status == 200
+
+        told = await asyncio.gather(*(tell(url, rid) for url in urls for rid in rids), return_exceptions=True)
+        return sum(one is True for one in told)
+
     async def _post(
         self,
         target: RouteTarget,
@@ -169,9 +221,11 @@ class InferenceClient:
         try:
             body = _encode(fields)
             headers = self._headers
+            if target.external:
+                headers = self._external_headers.get((target.role, target.engine_id or ""), _PLAIN)
             if affinity_key is not None:
                 key = affinity_key.encode("utf-8", "surrogateescape")
-                headers = checked([*self._headers, (b"x-smg-routing-key", key)])
+                headers = checked([*headers, (b"x-smg-routing-key", key)])
         except (TypeError, ValueError) as error:
             raise BadRequest(f"{target.role} request: {error}; send JSON values and a one-line affinity key") from error
         wait = self._timeout_seconds if timeout_seconds is None else timeout_seconds

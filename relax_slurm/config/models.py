@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from relax_slurm.config.base import Count, Directive, Name, OptionLine, PathText, Section, Text
+from relax_slurm.config.batch import BatchConfig
 from relax_slurm.config.engine_args import normalise
 from relax_slurm.config.site import (
     ControlConfig,
@@ -116,11 +117,45 @@ class RouterConfig(Section):
         return value
 
 
+_URL = re.compile(r"https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?(?:/[^\s?#]*)?", re.IGNORECASE)
+
+
+class ExternalConfig(Section):
+    """One engine that somebody else runs. It is asked for its health and for answers, and for nothing else. A plain URL
+    may stand for the mapping."""
+
+    url: Text
+    """Base URL of its head: http(s), a host, no credentials, query or fragment."""
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")] | None = None
+    """Environment variable of the head node with the bearer token that the engine wants."""
+    api_key_file: PathText | None = None
+    """File with that token, readable on the head node; whoever may read it can use the engine."""
+
+    @field_validator("url")
+    @classmethod
+    def _bare(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            bad = parts.port == 0 or bool(parts.username or parts.password or parts.query or parts.fragment)
+        except ValueError:
+            bad = True
+        if bad or not _URL.fullmatch(value):
+            raise ValueError("is not a bare http(s)://HOST[:PORT]; remove credentials, query and fragment")
+        return value.rstrip("/")
+
+    @model_validator(mode="after")
+    def _one_key(self) -> ExternalConfig:
+        if self.api_key_env and self.api_key_file:
+            raise ValueError("names api_key_env and api_key_file; keep one")
+        return self
+
+
 class ModelConfig(Section):
     """One model of a role."""
 
-    model_path: Text
-    """What SGLang loads: a folder or a hub name."""
+    model_path: Text | None = None
+    """What SGLang loads: a folder or a hub name. An external model needs none; a judge's messages are then rendered by
+    its engine."""
     served_model_name: Text | None = None
     """Name the engine answers to; null takes the logical model name, so that no path is published."""
     gpus: Count | None = None
@@ -138,30 +173,36 @@ class ModelConfig(Section):
     else."""
     engine_args: dict[str, JsonValue] = Field(default_factory=dict)
     """SGLang arguments, passed untouched. `tp_size`, `tp-size` and `--tp-size` are the same key."""
-    external: tuple[Text, ...] = ()
-    """Head URLs of engines that somebody else runs. Such a model takes no GPUs here."""
+    external: tuple[ExternalConfig, ...] = ()
+    """Engines that somebody else runs. Such a model takes no GPUs here."""
 
     @field_validator("engine_args")
     @classmethod
     def _engine_args(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
         return normalise(value)
 
+    @field_validator("external", mode="before")
+    @classmethod
+    def _external(cls, value: object) -> object:
+        if not isinstance(value, list | tuple):
+            return value
+        return tuple({"url": entry} if isinstance(entry, str) else entry for entry in value)
+
     @field_validator("external")
     @classmethod
-    def _external(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for url in value:
-            try:
-                parts = urlsplit(url)
-                bad = not (parts.scheme in {"http", "https"} and parts.hostname)
-                bad = bad or bool(parts.username or parts.password or parts.query or parts.fragment)
-            except ValueError:
-                bad = True
-            if bad:
-                raise ValueError("has an entry that is not a bare http(s)://HOST[:PORT]; remove credentials and query")
+    def _different(cls, value: tuple[ExternalConfig, ...]) -> tuple[ExternalConfig, ...]:
+        if len({entry.url for entry in value}) < len(value):
+            raise ValueError("names one URL twice; name every engine once")
         return value
 
     @model_validator(mode="after")
     def _one_kind(self) -> ModelConfig:
+        if self.model_path is None and not self.external:
+            raise ValueError("has no model_path; name a folder or a hub name, or external engines")
+        if self.external and self.route_mode == "SGLANG_ROUTER":
+            raise ValueError(
+                "names external engines and route_mode SGLANG_ROUTER; they are published DIRECT, remove it"
+            )
         if self.external and (self.gpus or self.gpus_per_engine or self.groups or self.engine_args):
             raise ValueError("names external engines and also gpus, gpus_per_engine, groups or engine_args; keep one")
         disaggregated = any(group.worker_type in {"prefill", "decode"} for group in self.groups)
@@ -187,8 +228,8 @@ class RoutingConfig(Section):
 class RoleConfig(Section):
     """One inference role."""
 
-    pool: Name
-    """Pool whose bundles the role uses."""
+    pool: Name | None = None
+    """Pool whose bundles the role uses. Needed unless all its models are external."""
     models: dict[Name, ModelConfig]
     """Models by logical name."""
     gpus: Count | None = None
@@ -202,10 +243,19 @@ class RoleConfig(Section):
     routing: RoutingConfig = RoutingConfig()
     """Routing rule."""
 
+    @property
+    def managed(self) -> dict[str, ModelConfig]:
+        """Models whose engines the run starts itself."""
+        return {name: model for name, model in self.models.items() if not model.external}
+
     @model_validator(mode="after")
     def _targets(self) -> RoleConfig:
         if not self.models:
             raise ValueError("has no models; name at least one under models")
+        if self.pool is None and self.managed:
+            raise ValueError(f"has no pool for its model {next(iter(self.managed))}; name one of the pools")
+        if self.gpus is not None and not self.managed:
+            raise ValueError("has gpus, but all its models are external and take none; remove it")
         known = ", ".join(self.models)
         targets = [("default_model", self.routing.default_model)] if self.routing.default_model else []
         targets += [(f"route_key_map.{key}", model) for key, model in self.routing.route_key_map.items()]
@@ -256,6 +306,8 @@ class RunConfig(Section):
     """CPU-only head component; null shares the first GPU node."""
     training: TrainingConfig | None = None
     """GPUs of training."""
+    batch: BatchConfig | None = None
+    """How closed batches are made; null takes the defaults when batches are asked for."""
     slurm: SlurmConfig = SlurmConfig()
     """How the job is asked for."""
     gateway: GatewayConfig = GatewayConfig()
@@ -294,8 +346,10 @@ class RunConfig(Section):
 
 __all__ = [
     "ROLE_ORDER",
+    "BatchConfig",
     "ControlConfig",
     "EngineConfig",
+    "ExternalConfig",
     "GatewayConfig",
     "GroupConfig",
     "HeadConfig",

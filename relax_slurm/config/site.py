@@ -166,6 +166,8 @@ class ControlConfig(Section):
     """How long the coordinator waits for all binding reports."""
     foreign_memory_mb: Annotated[float, Field(ge=0, le=1_048_576)] = 1024.0
     """MiB that others may hold on a GPU of ours before the binding is refused: room for drivers and monitoring."""
+    external_seconds: Seconds = 5.0
+    """Time between two looks at an engine that somebody else runs; three failed looks in a row take it out."""
     allow_unverified: bool = False
     """Go on when a node's GPUs can be neither confirmed nor contradicted."""
 

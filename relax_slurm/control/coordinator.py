@@ -16,11 +16,13 @@ from uuid import uuid4
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control.allocation import Allocation
 from relax_slurm.control.event_log import EventLog
+from relax_slurm.control.external import ExternalEngines
 from relax_slurm.control.head_ports import head_ports
+from relax_slurm.control.hooks import Hooks
 from relax_slurm.control.inbox import Inbox
 from relax_slurm.control.leases import LifecycleCoordinator
 from relax_slurm.control.links import NodeLink, NodeLinks
-from relax_slurm.control.manager import Hooks, InferenceManager
+from relax_slurm.control.manager import InferenceManager
 from relax_slurm.control.managers import Managers
 from relax_slurm.control.moves import Moves
 from relax_slurm.control.node_reports import bind_nodes
@@ -36,13 +38,14 @@ from relax_slurm.control.role_mover import RoleMover
 from relax_slurm.control.router_program import RouterProgram
 from relax_slurm.control.routers import ModelRouter, Routers
 from relax_slurm.control.run_dir import RunDir
+from relax_slurm.control.weights import WeightOperations
 from relax_slurm.core.binding import BoundPlan
 from relax_slurm.core.engine_spec import OperationRefused
 from relax_slurm.core.evidence import StepProof
 from relax_slurm.core.lease import sharing
 from relax_slurm.core.lifecycle import Lifecycle
 from relax_slurm.core.operations import Ask, Method, Operation
-from relax_slurm.core.plan import InferencePlacementPlan, RouteMode
+from relax_slurm.core.plan import InferencePlacementPlan, Role, RouteMode
 from relax_slurm.core.registry import Registry
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import Evidence
@@ -98,6 +101,14 @@ class Coordinator:
             clock=clock,
         )
         self._endpoint = endpoint
+        self.externals = ExternalEngines(
+            plan,
+            seconds=config.control.external_seconds,
+            publish=self._publish_external,
+            record=self.record,
+            spawn=self.spawn,
+        )
+        self.weights = WeightOperations(self.managers, self.routers, self.hooks, config, publish=self.publish_all)
         self._tasks: set[asyncio.Task[None]] = set()
         self._inbox = Inbox(self)
 
@@ -317,9 +328,16 @@ class Coordinator:
         for role in self.plan.roles:
             entries = []
             for model in role.models:
+                if model.external:
+                    entries.append(self.externals.entry(role.role, model.name))
+                    continue
                 router = self.routers.of(role.role, model.name)
                 entries.append(self.managers[role.role, model.name].entry(router.url if router is not None else None))
             self.publisher.publish_role(role, entries)
+
+    def _publish_external(self, role: Role) -> None:
+        if self.registry.snapshot(role) is not None:
+            self.publish_all()
 
     def _publish_replica(self, manager: InferenceManager, replica: Replica) -> None:
         role, name = manager.model.role, manager.model.name
@@ -333,10 +351,13 @@ class Coordinator:
             else:
                 router.want(worker)
             state = manager.shown_state(router.url)
-        if manager.is_public(replica.engine_id):
+        if self.registry.snapshot(role) is None:
+            pass  # the end of a run that was not published yet; `publish_all` shows everything as it stands
+        elif manager.is_public(replica.engine_id):
             self.publisher.publish_engine(role, name, replica.published(), state)
         elif router is not None and state is not None:
             self.publisher.publish_head(role, name, router_url=router.url, state=state)
+        self.weights.moved.set()
 
     def start_routers(self) -> None:
         """Start the router of every model that has one. Call when the managers are there."""
@@ -361,6 +382,7 @@ class Coordinator:
         if self.registry.snapshot(router.role) is not None:
             state = self.managers[router.role, router.model].shown_state(router.url)
             self.publisher.publish_head(router.role, router.model, router_url=router.url, state=state)
+        self.weights.moved.set()
 
     async def _pulse(self) -> None:
         """Heartbeats on discovery."""
@@ -394,11 +416,15 @@ class Coordinator:
         """Let every manager go on with what had to wait, and tell the run whether everything is there."""
         for manager in self.managers.values():
             manager.tick()
-        complete = self.routers.complete and all(manager.complete for manager in self.managers.values())
+        self.weights.tick()
+        if any(manager.updating for manager in self.managers.values()):
+            return
+        ours = self.routers.complete and all(manager.complete for manager in self.managers.values())
+        complete = ours and self.externals.complete
         if complete and self.run.state is RunState.DEGRADED:
             self.advance(RunEvent.ALL_READY)
         elif not complete and self.run.state is RunState.READY:
-            self.advance(RunEvent.PART_LOST, "a replica or a router is missing")
+            self.advance(RunEvent.PART_LOST, "a replica, a router or an external engine is missing")
 
     @property
     def registry(self) -> Registry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from relax_slurm.config.models import RunConfig
@@ -13,10 +13,13 @@ from relax_slurm.control.links import CommandFailed, NodeGone, NodeLinks
 from relax_slurm.control.replica_commands import METHODS, arguments, failure, success, timeout_seconds
 from relax_slurm.control.worker_args import worker_args
 from relax_slurm.core.binding import BoundPlan, WorkerBinding
-from relax_slurm.core.plan import ModelPlan, ReplicaPlan
+from relax_slurm.core.placement_replicas import FIRST_WEIGHT_VERSION
+from relax_slurm.core.plan import ModelPlan, ReplicaPlan, WeightSource
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import Command, CommandKind, Event, EventKind
+from relax_slurm.core.weights import Weights
 from relax_slurm.errors import RecoveryRequired
+from relax_slurm.wire.messages import Method
 
 
 @dataclass(slots=True)
@@ -33,6 +36,10 @@ class Slot:
     """Commands of this replica in flight."""
     stopped_at: float = 0.0
     """When it was last told to stop."""
+    started_with: Weights | None = None
+    """The model's weights when its engine was last told to start."""
+    groups: set[str] = field(default_factory=set)
+    """Groups for distributed updates that its present engine has joined."""
 
 
 class Dispatch:
@@ -53,6 +60,9 @@ class Dispatch:
         memory_saver: bool,
     ) -> None:
         self.bound = bound
+        version = str(model.engine_args.get("weight_version", FIRST_WEIGHT_VERSION))
+        self.weights = Weights(version, model.model_path)
+        """What engines are started with; a static model's never change."""
         self.in_flight = 0
         """Commands without an outcome, of all replicas."""
         self._model, self._config, self._links = model, config, links
@@ -87,7 +97,7 @@ class Dispatch:
                 operation_id=self._new_id(),
                 timeout_seconds=timeout_seconds(command.kind, self._config),
             )
-            event = success(command, rank, value)
+            event = self._checked(slot, success(command, rank, value))
         except CommandFailed as error:
             event = failure(rank, error)
         except (NodeGone, RecoveryRequired) as error:
@@ -95,11 +105,41 @@ class Dispatch:
         if slot.replica is replica:  # a rebuilt replica is not told about its predecessor
             self._feed(replica.engine_id, event)
 
+    async def ask_head(
+        self, slot: Slot, method: Method, args: dict[str, Any], timeout_seconds: float
+    ) -> dict[str, Any]:
+        """A command to the head of a replica whose result is for the caller alone; errors are those of `links`."""
+        replica = slot.replica
+        return await self._links.command(
+            slot.bindings[0].node_name,
+            method,
+            {"worker_id": f"{replica.engine_id}#0", "generation": replica.generation, **args},
+            operation_id=self._new_id(),
+            timeout_seconds=timeout_seconds,
+        )
+
+    def _checked(self, slot: Slot, event: Event) -> Event:
+        """An engine that came up serves only if it was started with the model's weights."""
+        if event.kind is not EventKind.WORKER_READY or event.worker != 0:
+            return event
+        now = self.weights
+        if now.path is not None and slot.started_with == now:
+            return event
+        reason = f"weights {now.version!r} came from the trainer and are on no disk; it waits for the next update"
+        return replace(event, weights_valid=False, reason=reason)
+
     def _args(self, slot: Slot, replica: Replica, command: Command, rank: int) -> dict[str, Any]:
         args = arguments(command, f"{replica.engine_id}#{rank}", replica.generation, self._config)
+        changing = self._model.weight_source is not WeightSource.STATIC
+        if command.kind is CommandKind.ONLOAD and rank == 0 and changing and self.weights.path is not None:
+            args["weights"] = {"path": self.weights.path, "version": self.weights.version}
         if command.kind is CommandKind.START_WORKER:
+            if rank == 0:
+                slot.started_with = self.weights
+                slot.groups.clear()
             args |= worker_args(
                 self._model,
+                slot.started_with or self.weights,
                 slot.plan,
                 rank,
                 self.bound,

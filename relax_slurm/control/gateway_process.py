@@ -22,6 +22,7 @@ from relax_slurm.config.load import from_resolved
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control import logs
 from relax_slurm.control.allocation import FILE, Allocation
+from relax_slurm.control.external import external_keys
 from relax_slurm.control.gateway_socket import url_of
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.core.placement_json import from_json
@@ -89,6 +90,7 @@ def _settings(run_dir: RunDir, config: RunConfig, plan: InferencePlacementPlan) 
         doubt_seconds=wanted.doubt_seconds,
         staleness_seconds=wanted.staleness_seconds,
         judges=judges_of(plan),
+        external_keys=external_keys(plan),
     )
 
 
@@ -96,7 +98,12 @@ def judges_of(plan: InferencePlacementPlan) -> dict[str, RenderSource | str]:
     """What the messages to each judge are rendered with."""
     role = plan.role(Role.GENRM)
     models = () if role is None else role.models
-    return {model.name: source_of(model.model_path, model.engine_args) for model in models}
+    return {
+        model.name: source_of(model.model_path, model.engine_args)
+        if model.model_path
+        else "it is an external model without a model_path, so the engine alone knows its tokenizer"
+        for model in models
+    }
 
 
 async def _register(control: str, keys: Any, url: str, subscriber: DiscoverySubscriber) -> None:

@@ -33,6 +33,7 @@ from relax_slurm.wire.messages import (
 )
 from relax_slurm.wire.messages import Event as WorkerEvent
 from relax_slurm.wire.server import Incoming
+from relax_slurm.wire.weight_messages import GetWeights, UpdateWeights, WeightsGroup
 
 if TYPE_CHECKING:
     from relax_slurm.control.coordinator import Coordinator
@@ -103,6 +104,10 @@ class Inbox:
         known = self._answers.get(message.id)
         if known is not None and known.request != message:
             raise IdReused(f"id {message.id} was {known.request.kind}, now it is {message.kind} or other arguments")
+        if known is None and isinstance(message, UpdateWeights | WeightsGroup | GetWeights):
+            # Has a memory of its own, because what these carry may be large.
+            await self._server.send(incoming.identity, self._reply(message.id, self._of.weights.answer(message)))
+            return
         result = self._answer(message) if known is None else known.result
         await self._server.send(incoming.identity, self._reply(message.id, result))
 

@@ -74,6 +74,7 @@ async def _bring_up(coordinator: Coordinator) -> None:
     _bind(coordinator)
     coordinator.advance(RunEvent.BOUND)
     coordinator.start_routers()
+    await coordinator.externals.start()
     coordinator.publish_all()
     for phase in sorted({role.phase for role in coordinator.plan.roles}):
         roles = [role for role in coordinator.plan.roles if role.phase == phase]
@@ -124,6 +125,8 @@ def _bind(coordinator: Coordinator) -> None:
     coordinator.run_dir.write_json("bound.json", bound.to_json())
     for role in coordinator.plan.roles:
         for model in role.models:
+            if model.external:
+                continue
             manager = InferenceManager(
                 model,
                 bound,
@@ -137,7 +140,7 @@ def _bind(coordinator: Coordinator) -> None:
 
 
 def _managers(coordinator: Coordinator, role: RolePlan) -> list[InferenceManager]:
-    return [coordinator.managers[role.role, model.name] for model in role.models]
+    return [coordinator.managers[role.role, model.name] for model in role.models if not model.external]
 
 
 async def _serve(coordinator: Coordinator) -> None:
@@ -159,6 +162,7 @@ async def _end(coordinator: Coordinator) -> list[Replica]:
     coordinator.leases.end(f"the run ends: {reason}")
     await asyncio.gather(*(manager.stop(reason) for manager in coordinator.managers.values()))
     await coordinator.routers.stop()
+    await coordinator.externals.stop()
     nodes = [link.name for link in coordinator.links.nodes.values() if link.report is not None and not link.lost]
     await asyncio.gather(*(_shutdown_node(coordinator, node) for node in nodes))
     return [replica for manager in coordinator.managers.values() for replica in manager.unproven()]

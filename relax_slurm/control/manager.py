@@ -12,18 +12,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control.dispatch import Dispatch, Slot
+from relax_slurm.control.hooks import Hooks
 from relax_slurm.control.links import NodeLinks
+from relax_slurm.control.refusals import WeightsBusy
 from relax_slurm.control.router_api import RouterWorker
+from relax_slurm.control.shown import model_entry, router_worker, shown_state
 from relax_slurm.core.binding import BoundPlan
 from relax_slurm.core.onload import REMEDIES, Remedy, Woken, woken
-from relax_slurm.core.placement_replicas import FIRST_WEIGHT_VERSION
-from relax_slurm.core.plan import ModelPlan, RouteMode, WeightSource, WorkerType
+from relax_slurm.core.plan import ModelPlan, WorkerType
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import (
     Command,
@@ -34,28 +35,16 @@ from relax_slurm.core.replica_events import (
     IllegalEvent,
     State,
 )
-from relax_slurm.core.snapshot import ModelEntry, ReplicaState, model_state
+from relax_slurm.core.snapshot import ModelEntry, ReplicaState
+from relax_slurm.core.weights import Weights
 from relax_slurm.errors import EngineFailed, RecoveryRequired, RelaxError, StartupFailed
-from relax_slurm.wire.messages import WorkerState, WorkerStatus
+from relax_slurm.wire.messages import Method, WorkerState, WorkerStatus
 
 STOP_AGAIN_SECONDS = 30.0
 REBUILD_PAUSE_SECONDS = 1.0
 MAX_REBUILD_PAUSE_SECONDS = 30.0
 """Pause before a stop that could not be confirmed is asked for again."""
 _BAD = (State.FAILED, State.STOPPING, State.GONE)
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What a manager needs from the coordinator."""
-
-    publish: Callable[[InferenceManager, Replica], None]
-    record: Callable[..., None]
-    """Append to events.jsonl."""
-    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-    """Run as a task that the coordinator keeps and whose failure ends the run."""
-    clock: Callable[[], float]
-    new_id: Callable[[], str]
 
 
 def rebuild_pause(restarts: int) -> float:
@@ -87,6 +76,8 @@ class InferenceManager:
         """False from an offload to the next onload: somebody else may use the GPUs, so nothing is built there."""
         self._onloading = False
         """A static model is being woken: what ends now may be built again, its role has the GPUs."""
+        self.updating = False
+        """Whether an update of its weights is under way: its replicas being closed is then no loss."""
         self._changed = asyncio.Event()
         self._dispatch = Dispatch(
             model,
@@ -124,42 +115,29 @@ class InferenceManager:
 
     def entry(self, router_url: str | None = None) -> ModelEntry:
         """The model as discovery shows it; prefill and decode workers stay inside."""
-        published = [
-            slot.replica.published() for slot in self._slots.values() if slot.plan.worker_type is WorkerType.REGULAR
-        ]
-        static = self.model.weight_source is WeightSource.STATIC
-        return ModelEntry(
-            name=self.model.name,
-            state=self.shown_state(router_url),
-            route_mode=self.model.route_mode,
-            router_url=router_url,
-            weight_source=self.model.weight_source,
-            weight_version=None if static else str(self.model.engine_args.get("weight_version", FIRST_WEIGHT_VERSION)),
-            served_model_name=self.model.served_model_name,
-            engines=tuple(sorted(published, key=lambda engine: engine.engine_id)),
-        )
+        return model_entry(self.model, self._slots.values(), self.weights, router_url)
 
     def shown_state(self, router_url: str | None) -> ReplicaState:
         """The model's state. Behind a router it is READY while the router's URL is published, and not otherwise."""
-        routed = self.model.route_mode is RouteMode.SGLANG_ROUTER
-        if routed and router_url is not None:
-            return ReplicaState.READY
-        state = model_state(slot.replica.published().state for slot in self._slots.values())
-        return ReplicaState.STARTING if routed and state is ReplicaState.READY else state
+        return shown_state(self.model, self._slots.values(), router_url)
 
     def router_worker(self, replica: Replica) -> RouterWorker | None:
         """The replica as its router shall know it; None while it must not get requests."""
-        shown = replica.published()
-        if not shown.routable or shown.base_url is None:
-            return None
-        slot = self._slots[replica.engine_id]
-        kind = slot.plan.worker_type
-        port = slot.bindings[0].ports.bootstrap if kind is WorkerType.PREFILL else None
-        return RouterWorker(replica.engine_id, shown.base_url, shown.generation, kind, port)
+        return router_worker(self._slots[replica.engine_id], replica)
 
     def is_public(self, replica_id: str) -> bool:
         """Whether discovery may show the replica."""
         return self._slots[replica_id].plan.worker_type is WorkerType.REGULAR
+
+    @property
+    def weights(self) -> Weights:
+        """What every replica that serves has."""
+        return self._dispatch.weights
+
+    @property
+    def serving(self) -> bool:
+        """Whether it looks after its replicas: after the start and before the end."""
+        return self._serving
 
     @property
     def complete(self) -> bool:
@@ -203,8 +181,13 @@ class InferenceManager:
         """Bring every replica to SLEEPING; `RecoveryRequired` names those whose release is not confirmed.
 
         Each goes its own way: one that fails does not keep the others awake. What ends meanwhile, and is proven to have
-        ended, holds nothing either; it is not built again before the next `onload`.
+        ended, holds nothing either; it is not built again before the next `onload`. `WeightsBusy` while its weights are
+        being updated: a replica that sleeps with half an update in it has no weights to wake up with.
         """
+        if self.updating:
+            raise WeightsBusy(
+                f"{self.model.role} model {self.model.name}: its weights are being updated; wait for that"
+            )
         self._awake = False
         for replica in self.replicas:
             if woken(replica) is Woken.PENDING:
@@ -289,6 +272,22 @@ class InferenceManager:
         self._serving, self._rebuild = True, rebuild
         for slot in self._slots.values():
             self._look_after(slot)
+
+    def slot(self, replica_id: str) -> Slot:
+        """One replica across its rebuilds; only `feed` and `retire` may change it."""
+        return self._slots[replica_id]
+
+    async def ask_head(self, replica_id: str, method: Method, args: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """A command to a replica's head that changes nothing in its machine; errors are those of `links`."""
+        return await self._dispatch.ask_head(self._slots[replica_id], method, args, seconds)
+
+    def adopt(self, weights: Weights) -> None:
+        """These are the model's weights from now on: engines are started with them, and discovery names them."""
+        self._dispatch.weights = weights
+
+    def retire(self, replica_id: str, reason: str) -> None:
+        """End a replica that must not serve; while serving it is built again, with the model's weights."""
+        self._shut_down(self._slots[replica_id], reason)
 
     def tick(self) -> None:
         """Call about once a second while serving: what had to wait for a node or for another try goes on."""

@@ -41,6 +41,30 @@ class NotAsBound(ProtocolError):
     code = "not_as_bound"
 
 
+class UnknownModel(ProtocolError):
+    """A role or model that this run does not manage."""
+
+    code = "unknown_model"
+
+
+class UnknownOperation(ProtocolError):
+    """No operation on weights of that id is remembered."""
+
+    code = "unknown_operation"
+
+
+class NotUpdatable(ProtocolError):
+    """The model's replicas are in no state to take weights now."""
+
+    http_status, code = 409, "not_updatable"
+
+
+class WeightsBusy(ProtocolError):
+    """The model's weights are being updated; one thing at a time."""
+
+    http_status, code = 409, "weights_busy"
+
+
 class Fault(ProtocolError):
     """A fault of relax-slurm while it handled a well-formed message; the log has the traceback."""
 

@@ -65,6 +65,7 @@ def state_document(coordinator: Coordinator) -> dict[str, Any]:
             for router in coordinator.routers.all
         ],
         "moves": coordinator.moves.as_json(),
+        "externals": coordinator.externals.rows(),
         "wire": {
             "garbage": coordinator.server.counters.garbage,
             "denied": coordinator.server.counters.denied,

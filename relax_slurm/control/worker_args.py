@@ -6,13 +6,15 @@ from typing import Any
 
 from relax_slurm.config.models import RunConfig
 from relax_slurm.core.binding import BoundPlan
-from relax_slurm.core.plan import ModelPlan, ReplicaPlan, WorkerType
+from relax_slurm.core.plan import ModelPlan, ReplicaPlan, WeightSource, WorkerType
+from relax_slurm.core.weights import Weights
 
 LOOPBACK = "127.0.0.1"
 
 
 def worker_args(
     model: ModelPlan,
+    weights: Weights,
     replica: ReplicaPlan,
     rank: int,
     bound: BoundPlan,
@@ -24,6 +26,9 @@ def worker_args(
 ) -> dict[str, Any]:
     """What the sidecar needs to start worker `rank` of a replica (fields of `sidecars.worker.WorkerSpec`).
 
+    `weights` are the model's present ones. Those that are on no disk cannot be started with: the engine then loads the
+    checkpoint of the run file, and does not serve before it has been sent the others.
+
     An engine on one node listens on loopback, so that only its guard can reach it; the head of a replica over several
     nodes must be reachable by its peers, and so must a prefill engine by the decode engines: its bootstrap server
     listens where its HTTP server does.
@@ -34,13 +39,16 @@ def worker_args(
     paired = replica.worker_type in (WorkerType.PREFILL, WorkerType.DECODE)
     alone = len(replica.workers) == 1
     engine = config.engine
+    engine_args = model.engine_args_of(replica)
+    if model.weight_source is not WeightSource.STATIC and weights.path is not None:
+        engine_args = {**engine_args, "weight_version": weights.version}
     spec = {
         "worker_id": f"{replica.replica_id}#{rank}",
         "replica_id": replica.replica_id,
         "role": str(model.role),
         "model": model.name,
         "program": engine.program,
-        "model_path": model.model_path,
+        "model_path": model.model_path if weights.path is None else weights.path,
         "served_model_name": model.served_model_name,
         "host": LOOPBACK if alone and not paired else binding.address,
         "ports": {
@@ -56,7 +64,7 @@ def worker_args(
         "rendezvous_host": LOOPBACK if alone else rendezvous_host,
         "gpus": list(binding.visible),
         "gpu_indexes": list(binding.indexes),
-        "engine_args": model.engine_args_of(replica),
+        "engine_args": engine_args,
         "env": engine.env,
         "memory_saver": memory_saver,
         "startup_seconds": engine.startup_seconds,

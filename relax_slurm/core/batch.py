@@ -73,3 +73,10 @@ class Batch:
         if changed:
             self.error = error
         return changed
+
+
+def mermaid() -> str:
+    """The table as a mermaid state diagram; repeated requests are left out."""
+    changes = [(source, event, target) for (source, event), target in TABLE.items() if source is not target]
+    edges = [f"    {source} --> {target}: {event}" for source, event, target in changes]
+    return "\n".join(["stateDiagram-v2", f"    [*] --> {BatchState.PENDING}", *edges])

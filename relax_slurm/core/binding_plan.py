@@ -48,6 +48,8 @@ def check_plan(plan: InferencePlacementPlan) -> list[Problem]:
     pools = {pool.name: pool for pool in plan.pools}
     taken: dict[tuple[str, int, int], str] = {}
     for role in plan.roles:
+        if not any(model.replicas for model in role.models):
+            continue  # engines of others use no GPU of the plan
         pool = pools.get(role.pool)
         if pool is None:
             problems.append(_plan_problem(role.role, "the role's pool is not in the plan", role.pool, ", ".join(pools)))

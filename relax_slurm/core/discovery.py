@@ -61,10 +61,13 @@ class EngineDoc(Doc):
     state: Annotated[ReplicaState, Field(strict=False)]
     direct_eligible: bool
     generation: Count
+    external: bool = False
 
     def value(self) -> EngineEntry:
         """The checked shape as a value."""
-        return EngineEntry(self.engine_id, self.base_url, self.state, self.direct_eligible, self.generation)
+        return EngineEntry(
+            self.engine_id, self.base_url, self.state, self.direct_eligible, self.generation, self.external
+        )
 
 
 class ModelHeadDoc(Doc):
@@ -155,13 +158,16 @@ def from_json(document: object) -> RoleSnapshot:
 
 def engine_json(engine: EngineEntry) -> dict[str, Any]:
     """An engine as schema 2 writes it."""
-    return {
+    body: dict[str, Any] = {
         "engine_id": engine.engine_id,
         "base_url": engine.base_url,
         "state": engine.state.value,
         "direct_eligible": engine.direct_eligible,
         "generation": engine.generation,
     }
+    if engine.external:
+        body["external"] = True
+    return body
 
 
 def model_head_json(model: ModelEntry) -> dict[str, Any]:

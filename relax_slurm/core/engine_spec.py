@@ -94,8 +94,11 @@ class InferenceEngineSpec:
         if self.allows(operation):
             return
         allowed = ", ".join(sorted(self.operations))
+        why = f"the weight source is {self.weight_source}"
+        if self.weight_source is WeightSource.STATIC:
+            why += ", and static weights never change (row E9)"
         raise OperationRefused(
-            f"{self.role}: operation {operation} is refused, the weight source is {self.weight_source}; "
+            f"{self.role}: operation {operation} is refused, {why}; "
             f"allowed are {allowed}; send it to a model whose weights may change"
         )
 

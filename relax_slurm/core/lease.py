@@ -6,7 +6,7 @@ gives a lease back. BLOCKED is left by evidence only (`LeaseEvent.RECOVER`), nev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -138,7 +138,7 @@ class Sharing:
 
 def sharing(plan: InferencePlacementPlan) -> Sharing:
     """Holders of a plan: its roles, and training when it uses GPUs of ours."""
-    used = {str(role.role): _bundles(role) for role in plan.roles}
+    used = {str(role.role): _bundles(role) for role in plan.roles if role.pool}  # others have no GPUs of ours
     found = [
         Holder(name, own, deferred=any(own & other for rival, other in used.items() if rival != name))
         for name, own in used.items()
@@ -157,7 +157,7 @@ def _range(pool: str, first: int, count: int) -> frozenset[tuple[str, int]]:
     return frozenset((pool, bundle) for bundle in range(first, first + count))
 
 
-def mermaid(edges: Iterable[tuple[LeaseState, LeaseEvent]] = TABLE) -> str:
+def mermaid() -> str:
     """The table as a mermaid state diagram."""
-    lines = [f"    {source} --> {TABLE[source, event]}: {event}" for source, event in edges]
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {LeaseState.SLEEPING}", *lines])
+    edges = [f"    {source} --> {target}: {event}" for (source, event), target in TABLE.items()]
+    return "\n".join(["stateDiagram-v2", f"    [*] --> {LeaseState.SLEEPING}", *edges])

@@ -13,30 +13,31 @@ from relax_slurm.core.placement_budget import role_budget
 from relax_slurm.core.placement_errors import ExternalBesideManaged, ExternalShared
 from relax_slurm.core.placement_job import components, job_shape
 from relax_slurm.core.placement_layout import check_pools, layout, training_plan
-from relax_slurm.core.placement_replicas import role_plan
+from relax_slurm.core.placement_replicas import external_role_plan, role_plan
 from relax_slurm.core.plan import PLAN_VERSION, InferencePlacementPlan, Mode, Role
 from relax_slurm.core.ports import NodePorts, window
-from relax_slurm.errors import NotBuilt
 
 
 def plan(config: RunConfig, *, ephemeral: tuple[int, int] | None = None) -> InferencePlacementPlan:
     """Plans the whole run.
 
     `ephemeral` is the kernel's ephemeral port range (first, last), None when unknown. Raises a subclass of
-    `placement_errors.Refusal`, or `NotBuilt` for a row that this version does not have.
+    `placement_errors.Refusal`.
     """
     _check_external(config)
     check_pools(config)
     training = training_plan(config)
-    budgets = [role_budget(Role(name), config.roles[name]) for name in ROLE_ORDER if name in config.roles]
+    present = {Role(name): config.roles[name] for name in ROLE_ORDER if name in config.roles}
+    budgets = [role_budget(role, entry) for role, entry in present.items() if entry.managed]
     slices = layout(config, budgets)
     shape = job_shape(config)
     parts, pools, head = components(config, shape)
     ports = NodePorts()
-    roles = tuple(
-        role_plan(budget, place, config.pools[place.pool].gpus_per_node, ports)
+    managed = {
+        budget.role: role_plan(present[budget.role], budget, place, config.pools[place.pool].gpus_per_node, ports)
         for budget, place in zip(budgets, slices, strict=True)
-    )
+    }
+    roles = tuple(managed.get(role) or external_role_plan(role, entry) for role, entry in present.items())
     return InferencePlacementPlan(
         version=PLAN_VERSION,
         run=config.name,
@@ -53,24 +54,18 @@ def plan(config: RunConfig, *, ephemeral: tuple[int, int] | None = None) -> Infe
 
 
 def _check_external(config: RunConfig) -> None:
-    external = [
-        (name, model) for name, role in config.roles.items() for model, entry in role.models.items() if entry.external
-    ]
+    """Rollout outside the job stands alone: its owner, not this run, decides when it changes."""
+    rollout = config.roles.get("rollout")
+    external = [] if rollout is None else [name for name, model in rollout.models.items() if model.external]
     if not external:
         return
-    role, model = external[0]
-    key = f"roles.{role}.models.{model}.external"
-    if role == "rollout" and config.placement != "decoupled":
+    key = f"roles.rollout.models.{external[0]}.external"
+    if config.placement != "decoupled":
         raise ExternalShared(
             f"{key} names engines outside the job and placement is {config.placement}; use placement: decoupled"
         )
-    managed = [
-        name
-        for name, entry in config.roles.items()
-        if name != "rollout" and any(not one.external for one in entry.models.values())
-    ]
-    if role == "rollout" and managed:
+    managed = [name for name, entry in config.roles.items() if name != "rollout" and entry.managed]
+    if managed:
         raise ExternalBesideManaged(
             f"{key} makes rollout external while roles.{managed[0]} is managed here; make both external or both managed"
         )
-    raise NotBuilt(f"{key}: external engines (row E8) are not built in this version; leave the key out")

@@ -69,7 +69,8 @@ class RoleBudget:
 
 
 def role_budget(role: Role, config: RoleConfig) -> RoleBudget:
-    """Sizes of one managed role; raises the refusal of the first rule that does not hold."""
+    """Sizes of one role's managed models; raises the refusal of the first rule that does not hold."""
+    config = config.model_copy(update={"models": config.managed})
     gpus = _model_gpus(role, config)
     models = tuple(_model(role, name, model, gpus[name]) for name, model in config.models.items())
     return RoleBudget(role, sum(gpus.values()), models, config)

@@ -52,7 +52,7 @@ def pool_sizes(config: RunConfig) -> dict[str, int]:
 def check_pools(config: RunConfig) -> None:
     """Every pool named exists and every pool that exists is named."""
     known = ", ".join(config.pools)
-    users = {f"roles.{name}.pool": role.pool for name, role in config.roles.items()}
+    users = {f"roles.{name}.pool": role.pool or "" for name, role in config.roles.items() if role.managed}
     if config.training:
         users["training.pool"] = config.training.pool
     for key, pool in users.items():
@@ -138,7 +138,7 @@ def _check_shared(mode: Mode, config: RunConfig, budgets: list[RoleBudget]) -> N
             f"training.offload is false and placement is {mode}, so training would never make room; set it to true"
         )
     for budget in budgets:
-        pool = budget.config.pool
+        pool = _pool(budget)
         if pool != training.pool:
             raise OutsideActorPool(
                 f"roles.{budget.role}.pool is '{pool}' and the actor pool is '{training.pool}'; under "
@@ -173,18 +173,23 @@ def _check_defer_groups(budget: RoleBudget) -> None:
         )
 
 
+def _pool(budget: RoleBudget) -> str:
+    """The config of a role with managed models always names one."""
+    return budget.config.pool or ""
+
+
 def _slice(budget: RoleBudget, offset: int, phase: int, *, shared: bool, deferred: bool = False) -> Slice:
     offload = shared if budget.config.offload is None else budget.config.offload
-    return Slice(budget.role, budget.config.pool, offset, budget.gpus, phase, deferred, offload)
+    return Slice(budget.role, _pool(budget), offset, budget.gpus, phase, deferred, offload)
 
 
 def _decoupled(config: RunConfig, budgets: list[RoleBudget]) -> list[Slice]:
     users: dict[str, str] = {config.training.pool: "training"} if config.training else {}
     for budget in budgets:
-        other = users.setdefault(budget.config.pool, f"roles.{budget.role}")
+        other = users.setdefault(_pool(budget), f"roles.{budget.role}")
         if other != f"roles.{budget.role}":
             raise CoResident(
-                f"roles.{budget.role} and {other} both use pool '{budget.config.pool}' under "
+                f"roles.{budget.role} and {other} both use pool '{_pool(budget)}' under "
                 "placement: decoupled; "
                 "give each a pool, or use split (slices) or defer (phases)"
             )

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from relax_slurm.config.models import ModelConfig, RoleConfig
 from relax_slurm.core.placement_budget import GroupBudget, ModelBudget, RoleBudget
 from relax_slurm.core.placement_errors import EngineStraddlesNodes, WholeNodes
 from relax_slurm.core.placement_layout import Slice
 from relax_slurm.core.plan import (
+    ExternalPlan,
     GroupPlan,
     ModelPlan,
     ReplicaPlan,
@@ -22,25 +24,62 @@ from relax_slurm.core.plan import (
 from relax_slurm.core.ports import NodePorts
 
 
-def role_plan(budget: RoleBudget, place: Slice, gpus_per_node: int, ports: NodePorts) -> RolePlan:
+def role_plan(config: RoleConfig, budget: RoleBudget, place: Slice, gpus_per_node: int, ports: NodePorts) -> RolePlan:
     """The role with all its models and replicas, starting at `place.offset`."""
     cursor = _Cursor(place.pool, place.offset, gpus_per_node, ports)
-    models = [_model_plan(budget.role, model, cursor) for model in budget.models]
-    routing = budget.config.routing
+    managed = {model.name: _model_plan(budget.role, model, cursor) for model in budget.models}
+    models = [
+        managed[name] if name in managed else _external_model(budget.role, name, model)
+        for name, model in config.models.items()
+    ]
+    return _role(budget.role, config, models, place)
+
+
+def external_role_plan(role: Role, config: RoleConfig) -> RolePlan:
+    """A role without a GPU: all its engines are somebody else's."""
+    models = [_external_model(role, name, model) for name, model in config.models.items()]
+    place = Slice(role, "", 0, 0, phase=0, deferred=False, offload=False)
+    return _role(role, config, models, place)
+
+
+def _role(role: Role, config: RoleConfig, models: list[ModelPlan], place: Slice) -> RolePlan:
+    routing = config.routing
     return RolePlan(
-        role=budget.role,
+        role=role,
         pool=place.pool,
         offset=place.offset,
-        gpus=budget.gpus,
+        gpus=place.gpus,
         phase=place.phase,
         deferred=place.deferred,
-        default_model=routing.default_model or budget.models[0].name,
+        default_model=routing.default_model or models[0].name,
         route_key_map=dict(routing.route_key_map),
         aliases=dict(routing.aliases),
         policy=routing.policy,
         models=tuple(models),
         offload=place.offload,
     )
+
+
+def _external_model(role: Role, name: str, config: ModelConfig) -> ModelPlan:
+    return ModelPlan(
+        role=role,
+        name=name,
+        model_path=config.model_path or "",
+        served_model_name=config.served_model_name or name,
+        route_mode=RouteMode.DIRECT,
+        weight_source=_source(role, config),
+        gpus_per_engine=0,
+        engine_args={},
+        replicas=(),
+        external=tuple(
+            ExternalPlan(f"{name}/external-{index}", entry.url, entry.api_key_env, entry.api_key_file)
+            for index, entry in enumerate(config.external)
+        ),
+    )
+
+
+def _source(role: Role, config: ModelConfig) -> WeightSource:
+    return WeightSource(config.weight_source or ("ACTOR" if role is Role.ROLLOUT else "STATIC"))
 
 
 FIRST_WEIGHT_VERSION = "0"
@@ -60,7 +99,7 @@ class _Cursor:
 def _model_plan(role: Role, model: ModelBudget, cursor: _Cursor) -> ModelPlan:
     replicas: list[ReplicaPlan] = []
     groups: list[GroupPlan] = []
-    source = WeightSource(model.config.weight_source or ("ACTOR" if role is Role.ROLLOUT else "STATIC"))
+    source = _source(role, model.config)
     # Engine and discovery must name the same version before the first update; a static model has none.
     version = {} if source is WeightSource.STATIC else {"weight_version": FIRST_WEIGHT_VERSION}
     for group in model.groups:
@@ -82,7 +121,7 @@ def _model_plan(role: Role, model: ModelBudget, cursor: _Cursor) -> ModelPlan:
     return ModelPlan(
         role=role,
         name=model.name,
-        model_path=model.config.model_path,
+        model_path=model.config.model_path or "",
         served_model_name=model.config.served_model_name or model.name,
         route_mode=RouteMode(model.config.route_mode or default_mode),
         weight_source=source,

@@ -157,6 +157,17 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ExternalPlan:
+    """One engine that somebody else runs. `engine_id` is stable: `{model}/external-{index}`."""
+
+    engine_id: str
+    url: str
+    key_env: str | None = None
+    """Where its token is; the token itself is in no file of ours."""
+    key_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelPlan:
     """One model of a role with its replicas; `engine_args` go to SGLang untouched."""
 
@@ -170,6 +181,8 @@ class ModelPlan:
     engine_args: dict[str, Any]
     replicas: tuple[ReplicaPlan, ...]
     groups: tuple[GroupPlan, ...] = ()
+    external: tuple[ExternalPlan, ...] = ()
+    """Engines of others instead of replicas: such a model has no GPUs, and `model_path` may be empty."""
 
     def engine_args_of(self, replica: ReplicaPlan) -> dict[str, Any]:
         """SGLang arguments of one replica: those of its group."""
@@ -185,6 +198,7 @@ class RolePlan:
 
     role: Role
     pool: str
+    """Empty when all its models are external."""
     offset: int
     """First bundle of the role in its pool."""
     gpus: int

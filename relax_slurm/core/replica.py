@@ -58,6 +58,8 @@ class Replica:
     weights_valid: bool = False
     weights_pending: bool = False
     """Woken with memory and without weights: whoever has them must send them. Neither failed nor routable."""
+    weights_awaited: bool = False
+    """Closed for new weights, until they are there."""
     admission_open: bool = False
     workers: list[Worker] = field(default_factory=list)
 
@@ -96,9 +98,14 @@ class Replica:
         return [rank for rank, worker in enumerate(self.workers) if worker.started and not worker.evidence]
 
     def published(self) -> EngineEntry:
-        """As discovery shows it: READY only while it serves, UNKNOWN if fenced, DEAD at the end."""
+        """As discovery shows it: READY only while it serves, UNKNOWN if fenced, DEAD at the end.
+
+        ONLOADING is the one state of the contract that says "resident soon": also while weights are replaced.
+        """
         if self.state is State.GONE:
             shown = ReplicaState.DEAD
+        elif self.state is State.READY and self.weights_awaited:
+            shown = ReplicaState.ONLOADING
         elif self.state is State.READY and self.fenced:
             shown = ReplicaState.UNKNOWN
         else:
@@ -177,8 +184,11 @@ class Replica:
             worker.silent = worker.suspect = worker.released = False
             worker.tags = event.tags if kind is EventKind.WORKER_READY else worker.tags | event.tags
             if head:
-                self.weights_valid = event.weights_valid
                 self.weights_pending = kind is EventKind.RESUMED and not event.weights_valid
+                # A resume brings back what was there; when that is not what is awaited, it is still awaited.
+                stale = self.weights_awaited and self.state is not State.STARTING
+                self.weights_valid = event.weights_valid and not stale
+                self.weights_awaited = not self.weights_valid
             if head and event.base_url is not None and event.base_url != self.base_url:
                 self.generation += self.base_url is not None
                 self.base_url = event.base_url
@@ -204,19 +214,28 @@ class Replica:
             worker.silent = False
         elif kind in (EventKind.WORKER_SUSPECT, EventKind.WORKER_WELL):
             worker.suspect = kind is EventKind.WORKER_SUSPECT
-        elif kind is EventKind.WEIGHTS_VALID:
-            # An engine that was woken without weights is still paused: it has to say itself that it is ready.
-            self.weights_valid = not self.weights_pending
-        elif kind is EventKind.WEIGHTS_INVALID:
-            self.weights_valid = False
+        elif kind in (EventKind.WEIGHTS_VALID, EventKind.WEIGHTS_INVALID, EventKind.UPDATE):
+            self._absorb_weights(event)
         elif kind in (EventKind.ADMISSION_OPENED, EventKind.ADMISSION_CLOSED):
             # A sign from before the drain may arrive late; it must not undo what was asked since.
-            opens = self.state in (State.STARTING, State.READY, State.ONLOADING)
+            opens = self.state in (State.STARTING, State.READY, State.ONLOADING) and not self.weights_awaited
             self.admission_open = kind is EventKind.ADMISSION_OPENED and opens
         elif kind is EventKind.ONLOAD and self.state is State.SLEEPING:
             # From the moment the command goes out the memory may be taken.
             for each in self.workers:
                 each.released = False
+
+    def _absorb_weights(self, event: Event) -> None:
+        if event.kind is EventKind.WEIGHTS_VALID:
+            # An engine that was woken without weights is still paused: it has to say itself that it is ready.
+            self.weights_valid = not self.weights_pending
+            if self.weights_awaited:
+                self.weights_awaited, self.reason = False, ""
+        elif event.kind is EventKind.WEIGHTS_INVALID:
+            self.weights_valid = False
+        else:
+            self.weights_awaited, self.reason = True, event.reason
+            self.weights_valid = self.admission_open = False
 
 
 def _possible(state: State) -> list[str]:
@@ -354,13 +373,14 @@ _SIGNS = frozenset(
     }
 )
 _WEIGHTS = frozenset({E.WEIGHTS_VALID, E.WEIGHTS_INVALID})
+_CHANGES = _WEIGHTS | {E.UPDATE}
 
 FACTS_ONLY: dict[State, frozenset[EventKind]] = {
-    S.STARTING: _SIGNS | _WEIGHTS | {E.WORKER_READY},
-    S.READY: _SIGNS | _WEIGHTS | {E.WORKER_READY, E.ONLOAD},
+    S.STARTING: _SIGNS | _CHANGES | {E.WORKER_READY},
+    S.READY: _SIGNS | _CHANGES | {E.WORKER_READY, E.ONLOAD},
     S.DRAINING: _SIGNS | {E.RELEASED, E.OFFLOAD},
     S.SLEEPING: _SIGNS | {E.RELEASED, E.OFFLOAD},
-    S.ONLOADING: _SIGNS | _WEIGHTS | {E.RESUMED, E.ONLOAD},
+    S.ONLOADING: _SIGNS | _CHANGES | {E.RESUMED, E.ONLOAD},
     S.FAILED: _SIGNS | _WEIGHTS | _LATE,
     S.STOPPING: _SIGNS | _WEIGHTS | _LATE,
     S.GONE: _SIGNS | {E.WORKER_EXITED, E.STOP},

@@ -61,6 +61,8 @@ class EventKind(StrEnum):
     """The resident weights are the wanted ones."""
     WEIGHTS_INVALID = "weights_invalid"
     """An update has begun or gone wrong."""
+    UPDATE = "update"
+    """Other weights are on their way: its admission is being closed for them."""
     ADMISSION_OPENED = "admission_opened"
     """The head's guard lets requests in."""
     ADMISSION_CLOSED = "admission_closed"

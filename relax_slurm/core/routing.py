@@ -46,6 +46,8 @@ class RouteTarget:
     epoch: str
     revision: int
     served_model_name: str
+    external: bool = False
+    """Somebody else's engine: the run's engine key must not go there."""
 
 
 @lru_cache(maxsize=8192)
@@ -140,7 +142,7 @@ class _Table:
         ready = self.targets[index]
         if ready is None:
             engine = self.engines[index]
-            ready = self._make(engine.base_url or "", engine.engine_id, engine.generation)
+            ready = self._make(engine.base_url or "", engine.engine_id, engine.generation, engine.external)
             self.targets[index] = ready
         return ready
 
@@ -151,7 +153,7 @@ class _Table:
             ready = self.targets[0] = self._make(self.model.router_url or "", None, None)
         return ready
 
-    def _make(self, url: str, engine_id: str | None, generation: int | None) -> RouteTarget:
+    def _make(self, url: str, engine_id: str | None, generation: int | None, external: bool = False) -> RouteTarget:
         snapshot = self.snapshot
         return RouteTarget(
             role=snapshot.role,
@@ -162,6 +164,7 @@ class _Table:
             epoch=snapshot.epoch,
             revision=snapshot.revision,
             served_model_name=self.model.served_model_name,
+            external=external,
         )
 
 

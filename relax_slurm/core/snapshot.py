@@ -87,6 +87,8 @@ class EngineEntry:
     direct_eligible: bool
     generation: int
     """Grows when the worker or its endpoint is replaced."""
+    external: bool = False
+    """Somebody else's engine: no guard of ours stands in front, and no key of ours belongs there."""
 
     @property
     def routable(self) -> bool:

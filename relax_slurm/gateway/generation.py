@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 
+import msgspec
+
 from relax_slurm.core.discovery import RoleSnapshot, SnapshotSource
 from relax_slurm.core.lost_engines import Placed, doubts, overdue
+from relax_slurm.core.payload import Rules, check
 from relax_slurm.core.plan import Role
 from relax_slurm.core.routing import RouteResolver, RouteTarget
-from relax_slurm.errors import RelaxError, Unavailable, UpstreamFailed
+from relax_slurm.errors import BadRequest, RelaxError, Unavailable, UpstreamFailed
 from relax_slurm.forward.call import Response
 from relax_slurm.forward.exchange import JSON_LINE, Exchange
 from relax_slurm.forward.http import forward_block, render
@@ -76,7 +79,8 @@ class Generation:
         self._resolver = RouteResolver()
         self._deadlines = Deadlines(settings.deadline_seconds, settings.idle_seconds)
         key = settings.engine_key
-        self._engine_auth = render([] if key is None else [(b"authorization", b"Bearer " + key.encode())])
+        self._engine_auth = _bearer(key)
+        self._external_auth = {engine: _bearer(token) for engine, token in settings.external_keys.items()}
         self._judges = Judges(settings.judges, settings.rendering)
         self._tasks: set[asyncio.Task[None]] = set()
         self._placed: dict[Relay, RouteTarget] = {}
@@ -182,13 +186,14 @@ class Generation:
         """Relay the request, once. The answer (or the error) reaches the client later."""
         target = errand.target
         role = target.role
+        auth = self._outside(errand) if target.external else self._engine_auth
         placed = self._placed
         call: Relay | None = None
         over = False
         buffered = errand.rewrite is not None
         # Ours are apart from the client's, whose Connection header may name any of them. The id has no line break:
         # it is printable or was made here.
-        own = b"%bx-request-id: %b\r\n%b" % (self._engine_auth, request_id, JSON_LINE if errand.own_body else b"")
+        own = b"%bx-request-id: %b\r\n%b" % (auth, request_id, JSON_LINE if errand.own_body else b"")
         in_flight = self._metrics.in_flight
         in_flight[role] = in_flight.get(role, 0) + 1
 
@@ -253,6 +258,15 @@ class Generation:
                         )
                     )
 
+    def _outside(self, errand: Errand) -> bytes:
+        """The key for somebody else's engine. No guard stands in front of it, so the payload is checked here."""
+        try:
+            body = msgspec.json.decode(errand.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequest(f"{errand.path}: the body is not JSON ({error}); send one JSON object in UTF-8") from None
+        check(errand.path, body, Rules())
+        return self._external_auth.get((errand.target.role, errand.target.engine_id or ""), b"")
+
     def _invalidate(self, role: Role) -> None:
         """Have the view confirmed, but not once per client of a crowd that gave up."""
         now = monotonic()
@@ -260,6 +274,10 @@ class Generation:
             self._invalidated[role] = now
             self._metrics.invalidations[role] = self._metrics.invalidations.get(role, 0) + 1
             self._snapshots.invalidate(role)
+
+
+def _bearer(key: str | None) -> bytes:
+    return render([] if key is None else [(b"authorization", b"Bearer " + key.encode())])
 
 
 def _restore_model(target: RouteTarget) -> Callable[[bytes], bytes]:

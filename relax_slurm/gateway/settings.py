@@ -21,6 +21,8 @@ class GatewaySettings:
     """Bearer token that clients must send; None switches the check off, which only a test should do."""
     engine_key: str | None = field(default=None, repr=False)
     """Sent to admission guards as bearer token; the client's own Authorization never goes there."""
+    external_keys: Mapping[tuple[Role, str], str] = field(default_factory=dict, repr=False)
+    """Bearer tokens of engines that somebody else runs, by role and engine id. `engine_key` never goes there."""
     roles: tuple[Role, ...] = tuple(Role)
     """Roles of the run; routes of the others are 404."""
     max_body_bytes: int = 64 * 1024 * 1024

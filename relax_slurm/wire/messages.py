@@ -9,14 +9,12 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from relax_slurm.errors import ProtocolError
-
-OpId = Annotated[str, Field(min_length=1, max_length=64)]
-Name = Annotated[str, Field(min_length=1, max_length=255)]
-Epoch = Annotated[str, Field(pattern=r"^\d{6}-[0-9a-f]{6}$")]
-AnyEpoch = Annotated[str, Field(pattern=r"^(\d{6}-[0-9a-f]{6})?$")]
+from relax_slurm.wire.message_base import AnyEpoch, Epoch, Name, OpId
+from relax_slurm.wire.message_base import Message as _Message
+from relax_slurm.wire.weight_messages import GetWeights, UpdateWeights, WeightsGroup
 
 
 class PeerKind(StrEnum):
@@ -62,12 +60,12 @@ class Method(StrEnum):
     """Safe offload order; answers after memory was measured."""
     ONLOAD = "onload"
     """Bring released tags back; admission stays closed until `open_admission`."""
+    UPDATE_WEIGHTS = "update_weights"
+    """Close, load other weights, ask for the version; admission stays closed until `open_admission`."""
+    WEIGHTS_GROUP = "weights_group"
+    """Join or leave a group for distributed updates."""
     SHUTDOWN = "shutdown"
     """Stop every engine and leave."""
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
 
 class WorkerStatus(_Message):
@@ -228,7 +226,20 @@ class Ping(_Message):
 
 
 FromSidecar = Hello | Beat | Event | Result
-Request = GetSnapshot | GetState | StepEnded | Stop | MoveRole | GatewayUp | LifecycleAsk | WaitCommitted | Ping
+Request = (
+    GetSnapshot
+    | GetState
+    | StepEnded
+    | Stop
+    | MoveRole
+    | GatewayUp
+    | LifecycleAsk
+    | WaitCommitted
+    | UpdateWeights
+    | WeightsGroup
+    | GetWeights
+    | Ping
+)
 
 
 class Welcome(_Message):
@@ -317,6 +328,9 @@ _TO_COORDINATOR: dict[str, type[FromSidecar | Request]] = {
     "gateway_up": GatewayUp,
     "wait_committed": WaitCommitted,
     "ping": Ping,
+    "update_weights": UpdateWeights,
+    "weights_group": WeightsGroup,
+    "get_weights": GetWeights,
     **dict.fromkeys(get_args(LifecycleAsk.model_fields["kind"].annotation), LifecycleAsk),
 }
 _TO_SIDECAR: dict[str, type[ToSidecar]] = {

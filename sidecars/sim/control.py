@@ -113,7 +113,7 @@ class Control:
             return
         path = body["model_path"]
         held = 0
-        if not _loadable(path):
+        if not _loadable(path) or self._engine.options.fault(FaultKind.REFUSE_UPDATE):
             success, message = False, f"Failed to get weights iterator: {path} (no such checkpoint)."
         else:
             held = await self._load(body, path, fingerprint(self._engine.options.seed, path))
@@ -150,7 +150,8 @@ class Control:
 
     async def _load(self, body: Mapping[str, Any], path: str, content: int) -> int:
         scheduler = self._engine.scheduler
-        version = body.get("weight_version")
+        kept = self._engine.options.fault(FaultKind.KEEP_VERSION)
+        version = None if kept else body.get("weight_version")
         weights = Weights(path, scheduler.weights.version if version is None else str(version), content)
         held = await scheduler.replace_weights(weights, abort_first=bool(body.get("abort_all_requests")))
         log(f"weights updated: path {path}, version {weights.version}")

@@ -42,6 +42,10 @@ class FaultKind(StrEnum):
     """The process asks for more memory than a card has."""
     BAD_JSON = "bad_json"
     """Generation answers from number `value` on are not JSON."""
+    REFUSE_UPDATE = "refuse_update"
+    """Every weight update is refused and changes nothing."""
+    KEEP_VERSION = "keep_version"
+    """A weight update succeeds and the version stays what it was."""
     IGNORE_TERM = "ignore_term"
     """SIGTERM does nothing."""
 

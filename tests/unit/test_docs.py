@@ -26,8 +26,8 @@ from relax_slurm.__main__ import VERBS
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^(?P<mark><!-- test: run -->\n)?```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-PLACEHOLDERS = {"RUN": "quickstart", "CONFIG": "configs/quickstart.yaml"}
-BUILT = ("plan", "launch", "status", "top", "logs", "stop")
+PLACEHOLDERS = {"RUN": "quickstart", "CONFIG": "configs/quickstart.yaml", "PROMPTS.jsonl": "prompts.jsonl"}
+BUILT = ("plan", "launch", "status", "top", "logs", "stop", "batch")
 
 
 def blocks(page: Path, kinds: set[str], *, marked: bool) -> list[str]:
@@ -232,7 +232,7 @@ def test_the_run_directory_has_the_files_of_the_page(live: dict[str, str]) -> No
     there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     there |= {f"../{path.name}" for path in folder.parent.iterdir() if not path.name.startswith((".", "attempt_"))}
     assert there - shown <= {"../epoch.lock"}
-    assert shown - there <= {"outcome.json"}
+    assert shown - there <= {"outcome.json", "partitions"}
 
 
 @pytest.mark.parametrize(

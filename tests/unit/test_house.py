@@ -210,7 +210,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     declared = {normal(entry) for entry in project()["dependencies"]}  # type: ignore[attr-defined]
     extras: dict[str, list[str]] = project()["optional-dependencies"]  # type: ignore[assignment]
     optional = {normal(entry) for name, entries in extras.items() if name != "dev" for entry in entries}
-    names = {"yaml": "pyyaml", "zmq": "pyzmq"}
+    names = {"yaml": "pyyaml", "zmq": "pyzmq", "transfer_queue": "transferqueue"}
     used = set()
     for tree in modules().values():
         for _, name in imports(tree):

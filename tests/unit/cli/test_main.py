@@ -45,7 +45,7 @@ def test_an_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out)["exit_code"] == 2
 
 
-@pytest.mark.parametrize("verb", ["drain", "doctor", "bench", "batch"])
+@pytest.mark.parametrize("verb", ["drain", "doctor", "bench"])
 def test_what_is_not_built_names_its_row(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert verb in VERBS
     assert main([verb]) == 1

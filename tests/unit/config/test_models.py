@@ -228,8 +228,18 @@ def _roles(**model: Any) -> dict[str, Any]:
 
 def test_external_urls_are_plain_and_alone() -> None:
     assert from_mapping(run(roles=_roles(external=["http://node:1"])))
-    for url in ("node:1", "ftp://x", "http://u:p@x", "http://x?q=1", "http://[x"):
+    for url in ("node:1", "ftp://x", "http://u:p@x", "http://x?q=1", "http://[x", "http://x:0", "http://x:99999"):
         assert "bare http(s)://HOST" in refusal(roles=_roles(external=[url]))
+        assert "bare http(s)://HOST" in refusal(roles=_roles(external=[{"url": url}]))
+    both = {"url": "http://x", "api_key_env": "A", "api_key_file": "/a"}
+    assert "keep one" in refusal(roles=_roles(external=[both]))
+    assert "one URL twice" in refusal(roles=_roles(external=["http://x", "http://x/"]))
+    assert "DIRECT" in refusal(roles=_roles(external=["http://x"], route_mode="SGLANG_ROUTER"))
+    assert "model_path" in refusal(roles={"rollout": {"pool": "main", "models": {"policy": {"gpus": 1}}}})
+    assert "no pool" in refusal(roles={"rollout": {"models": {"policy": {"model_path": "p", "gpus": 1}}}})
+    external = {"policy": {"external": ["http://x"]}}
+    assert "take none" in refusal(roles={"rollout": {"models": external, "gpus": 1}})
+    assert from_mapping(run(roles={"rollout": {"models": external}}))
     assert "keep one" in refusal(roles=_roles(external=["http://x"], gpus=2))
 
 

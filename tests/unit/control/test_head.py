@@ -23,6 +23,7 @@ from relax_slurm.control.run_dir import RunDir, write_atomically
 from relax_slurm.control.worker_args import worker_args
 from relax_slurm.core.binding import bind
 from relax_slurm.core.placement_json import to_json
+from relax_slurm.core.weights import Weights
 from relax_slurm.errors import BindingMismatch
 from relax_slurm.wire.client import ControlClient
 from relax_slurm.wire.host import allow_many_files
@@ -166,7 +167,10 @@ def test_what_a_sidecar_is_told_to_start_is_what_it_understands() -> None:
         model = plan.roles[0].models[0]
         for replica in model.replicas:
             for rank, worker in enumerate(replica.workers):
-                args = worker_args(model, replica, rank, bound, config, run_tag="t", memory_saver=False, generation=3)
+                weights = Weights("0", model.model_path)
+                args = worker_args(
+                    model, weights, replica, rank, bound, config, run_tag="t", memory_saver=False, generation=3
+                )
                 spec = WorkerSpec.from_wire({**args["spec"], "log_path": "/x"})
                 assert spec.gpu_indexes == worker.gpus
                 assert args["guard"]["generation"] == 3

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from relax_slurm.config.models import RunConfig
 from relax_slurm.control import manager as manager_module
 from relax_slurm.control import replica_commands
+from relax_slurm.control.hooks import Hooks
 from relax_slurm.control.links import NodeLinks
-from relax_slurm.control.manager import Hooks, InferenceManager
+from relax_slurm.control.manager import InferenceManager
 from relax_slurm.core.binding import bind
 from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import Event, EventKind, Evidence, State

@@ -16,7 +16,15 @@ SENT = [kind for kind in CommandKind if kind is not CommandKind.PUBLISH]
 def test_every_command_but_publish_is_a_method() -> None:
     assert set(METHODS) == set(SENT)
     assert {str(kind) for kind in METHODS} == {str(method) for method in METHODS.values()}
-    assert set(Method) - set(METHODS.values()) == {Method.SHUTDOWN}
+    # Not asked for by a replica's machine: the end of a sidecar, and operations on weights.
+    others = {Method.SHUTDOWN, Method.UPDATE_WEIGHTS, Method.WEIGHTS_GROUP}
+    assert set(Method) - set(METHODS.values()) == others
+
+
+def test_a_replica_may_come_back_without_its_weights() -> None:
+    onload = Command(CommandKind.ONLOAD, 0, ALL_TAGS)
+    assert success(onload, 0, {"result": "ready"}).weights_valid
+    assert not success(onload, 0, {"result": "weights_pending"}).weights_valid
 
 
 @pytest.mark.parametrize("kind", SENT)

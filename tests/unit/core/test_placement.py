@@ -9,8 +9,9 @@ import pytest
 
 from relax_slurm.config.load import from_mapping, load
 from relax_slurm.core.placement import plan
+from relax_slurm.core.placement_errors import PoolUnused
+from relax_slurm.core.placement_json import from_json, to_json
 from relax_slurm.core.plan import InferencePlacementPlan, Mode, Role, RouteMode, WeightSource, WorkerType
-from relax_slurm.errors import NotBuilt
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if "cluster" not in path.name)
@@ -159,10 +160,31 @@ def test_disaggregated_groups_are_planned() -> None:
     assert model.engine_args_of(model.replicas[2]) == {"weight_version": "0", "tp_size": 2}
 
 
-def test_external_engines_name_their_row() -> None:
-    roles = {"teacher": role("a", m={"external": ["http://node:1"]})}
-    with pytest.raises(NotBuilt, match="row E8"):
-        make("decoupled", {"a": pool(1, 1)}, roles)
+def test_external_engines_take_no_gpu() -> None:
+    made = shipped("external")
+    teacher = made.role(Role.TEACHER)
+    assert teacher is not None
+    assert (teacher.pool, teacher.gpus, teacher.default_model) == ("", 0, "math")
+    (model,) = teacher.models
+    assert (model.replicas, model.route_mode, model.weight_source) == ((), RouteMode.DIRECT, WeightSource.STATIC)
+    assert [(engine.engine_id, engine.url) for engine in model.external] == [
+        ("math/external-0", "http://127.0.0.1:30000")
+    ]
+    assert from_json(to_json(made)) == made
+
+
+def test_one_role_may_have_both_kinds_of_models() -> None:
+    theirs = {"external": [{"url": "http://node:1/base/", "api_key_env": "KEY"}]}
+    made = make("decoupled", {"a": pool(1, 2)}, {"teacher": role("a", theirs=theirs, ours={"gpus": 2})})
+    assert [model.name for model in made.roles[0].models] == ["theirs", "ours"]
+    assert (made.roles[0].default_model, made.roles[0].gpus) == ("theirs", 2)
+    (engine,) = made.roles[0].models[0].external
+    assert (engine.url, engine.key_env, engine.key_file) == ("http://node:1/base", "KEY", None)
+
+
+def test_a_pool_of_external_models_only_is_not_used() -> None:
+    with pytest.raises(PoolUnused):
+        make("decoupled", {"a": pool(1, 1)}, {"teacher": role("a", m={"external": ["http://node:1"]})})
 
 
 ONE = {"rollout": role("a", m={"gpus": 8}), "genrm": role("b", g={"gpus": 8})}

@@ -446,3 +446,54 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+# --- other weights -------------------------------------------------------------------------------------------------
+
+
+def test_while_weights_are_replaced_it_is_ready_by_the_book_and_shown_as_onloading() -> None:
+    replica = ready()
+    assert kinds(send(replica, E.UPDATE, reason="weights '2' are being loaded")) == [("publish", None)]
+    shown = replica.published()
+    assert (replica.state, shown.state, shown.routable) == (S.READY, ReplicaState.ONLOADING, False)
+    # Signs of before, and a node that comes back, do not open it.
+    assert send(replica, E.ADMISSION_OPENED) == []
+    assert send(replica, E.WORKER_HEARD, 0) == []
+    assert not replica.admission_open
+    assert replica.reason
+    assert kinds(send(replica, E.WEIGHTS_VALID)) == [("publish", None), ("open_admission", 0)]
+    assert replica.published().state is not ReplicaState.READY, "the guard is not open yet"
+    send(replica, E.ADMISSION_OPENED)
+    assert (replica.published().state, replica.reason) == (ReplicaState.READY, "")
+
+
+@pytest.mark.parametrize("kind", [E.STOP, E.WORKER_UNHEALTHY, E.WORKER_EXITED])
+def test_an_update_can_end_like_everything_else(kind: EventKind) -> None:
+    replica = ready()
+    send(replica, E.UPDATE)
+    send(replica, kind, None if kind is E.STOP else 0)
+    assert replica.state is S.STOPPING
+
+
+def test_a_replica_without_the_models_weights_waits_for_them() -> None:
+    replica = Replica("m/replica-0", 1)
+    send(replica, E.BEGIN)
+    assert send(replica, E.WORKER_READY, 0, base_url="http://n0:1", weights_valid=False, reason="on no disk") == [
+        Command(CommandKind.PUBLISH)
+    ]
+    assert (replica.state, replica.weights_awaited, replica.reason) == (S.STARTING, True, "on no disk")
+    send(replica, E.UPDATE)
+    assert kinds(send(replica, E.WEIGHTS_VALID)) == [("open_admission", 0)]
+    send(replica, E.ADMISSION_OPENED)
+    assert replica.state is S.READY
+
+
+def test_a_resume_does_not_bring_back_what_is_awaited() -> None:
+    replica = sleeping()
+    send(replica, E.ONLOAD)
+    assert send(replica, E.RESUMED, 0, weights_valid=False) == []
+    assert replica.published().state is ReplicaState.ONLOADING
+    assert kinds(send(replica, E.WEIGHTS_VALID)) == [("onload", 0)], "it is paused, and says itself when it is up"
+    assert kinds(send(replica, E.RESUMED, 0)) == [("open_admission", 0)]
+    send(replica, E.ADMISSION_OPENED)
+    assert replica.state is S.READY

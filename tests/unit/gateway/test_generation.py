@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from relax_slurm.core.discovery import EngineEntry, ReplicaState
 from relax_slurm.core.plan import Role
 from relax_slurm.forward import Exchange
 from relax_slurm.gateway import app
-from tests.unit.gateway.stage import COMPLETION, SERVED, TOKEN, Stage, answers, complete, run
+from tests.unit.gateway.stage import COMPLETION, SERVED, TOKEN, Stage, answers, complete, run, view
 
 GENERATE = [f"/{role}/generate" for role in Role]
 CHAT = [f"/{role}/{path}" for role in Role for path in ("chat/completions", "v1/chat/completions")]
@@ -430,3 +431,34 @@ def test_a_request_at_a_lost_engine_is_answered_and_never_sent_again(monkeypatch
 
 def shown(stage: Stage, state: ReplicaState) -> tuple[EngineEntry, ...]:
     return (EngineEntry("math/replica-0", stage.engine.url, state, state is ReplicaState.READY, 1),)
+
+
+def outside(stage: Stage) -> None:
+    """Everything behind the gateway is somebody else's now."""
+    for role in Role:
+        model = view(role, [stage.engine.url]).models["math"]
+        engines = tuple(replace(engine, engine_id="math/external-0", external=True) for engine in model.engines)
+        stage.show(engines=engines)
+
+
+def test_somebody_elses_engine_gets_its_own_key_or_none_and_never_ours() -> None:
+    async def body(stage: Stage) -> None:
+        outside(stage)
+        for role, path in [(role, f"/{role}/generate") for role in Role]:
+            assert (await stage.client.post(path, json={"text": "x"})).status_code == 200
+            sent = stage.engine.requests[-1].headers.get(b"authorization")
+            assert sent == (b"Bearer theirs" if role is Role.TEACHER else None)
+            assert b"engine-key" not in repr(stage.engine.requests[-1].headers).encode()
+
+    run(body, external_keys={(Role.TEACHER, "math/external-0"): "theirs"})
+
+
+def test_without_a_guard_in_front_the_gateway_looks_at_payloads() -> None:
+    async def body(stage: Stage) -> None:
+        outside(stage)
+        for deadly in ({"input_ids": [-1]}, {"text": "x", "return_logprob": True, "logprob_start_len": -5}):
+            for path in GENERATE:
+                assert (await stage.client.post(path, json=deadly)).status_code == 400
+        assert stage.engine.requests == []
+
+    run(body)

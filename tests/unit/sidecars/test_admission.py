@@ -213,6 +213,17 @@ def test_info_is_filtered():
     guarded(scenario)
 
 
+def test_the_name_of_a_model_survives_its_updates() -> None:
+    info = {"served_model_name": "/checkpoints/7", "model_path": "/checkpoints/7"}
+    assert harmless(info, INFO_FIELDS, "policy") == {"served_model_name": "policy", "model_path": "/checkpoints/7"}
+    rows = [
+        {"id": "/checkpoints/7", "object": "model", "root": "/checkpoints/7", "parent": None},
+        {"id": "adapter", "object": "model", "root": "/adapters/1", "parent": "/checkpoints/7"},
+    ]
+    named = harmless({"object": "list", "data": rows}, INFO_FIELDS, "policy")["data"]
+    assert [(row["id"], row["root"]) for row in named] == [("policy", "policy"), ("adapter", "/adapters/1")]
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
     lambda inner: (
