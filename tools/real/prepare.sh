@@ -20,6 +20,10 @@ if ! mooncake; then
   said=$(tools/debian.sh build/mooncake-apt.log "${libraries[@]}") || true
   mooncake || without="mooncake does not load: ${said:-$("$home/venv/bin/python" -c 'import mooncake.engine' 2>&1 | tail -n 1)}"
 fi
+# Beside it, for the tests that put rows into a real TransferQueue; without it they say so.
+queue=$(PYTHON=${PYTHON:-$base} tools/real/transfer_queue.sh) || queue=''
+
 echo "# $home"
 .venv/bin/python tools/real/settings.py "$home"
 printf 'export RELAX_TEST_NO_MOONCAKE=%q\n' "$without"
+[[ -z $queue ]] || printf 'export RELAX_TEST_TRANSFERQUEUE_PYTHON=%q\n' "$queue"
