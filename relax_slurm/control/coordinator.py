@@ -51,7 +51,8 @@ from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import Evidence
 from relax_slurm.core.run import SERVING, TERMINAL, Run, RunEvent, RunState
 from relax_slurm.errors import BindingMismatch, EngineFailed, StartupFailed
-from relax_slurm.wire.messages import Beat, Hello, LifecycleAsk, MoveRole, Result, StepEnded, Stop, WorkerStatus
+from relax_slurm.wire.lifecycle_messages import LifecycleAsk
+from relax_slurm.wire.messages import Beat, Hello, MoveRole, Result, StepEnded, Stop, WorkerStatus
 from relax_slurm.wire.messages import Event as WorkerEvent
 from relax_slurm.wire.server import ControlServer
 

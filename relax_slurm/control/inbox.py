@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from relax_slurm.control.refusals import Fault, TooManyWaiting
 from relax_slurm.control.state_document import state_document
 from relax_slurm.errors import RelaxError
+from relax_slurm.wire.lifecycle_messages import LifecycleAsk, WaitCommitted
 from relax_slurm.wire.messages import (
     Beat,
     FromSidecar,
@@ -21,14 +22,12 @@ from relax_slurm.wire.messages import (
     GetState,
     Hello,
     IdReused,
-    LifecycleAsk,
     MoveRole,
     PeerKind,
     Request,
     Result,
     StepEnded,
     Stop,
-    WaitCommitted,
     parse_for_coordinator,
 )
 from relax_slurm.wire.messages import Event as WorkerEvent
