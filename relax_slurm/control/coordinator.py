@@ -178,6 +178,13 @@ class Coordinator:
             link.incarnation = hello.incarnation
             self.record("hello", node=link.name, incarnation=hello.incarnation, replaced=replaced)
         link.report, link.step_ended, link.lost = hello.report, None, False
+        if replaced:
+            # A sidecar sweeps what its predecessor left before it says hello: only what it names runs there now. First
+            # of all, because a command that waits for a sidecar must not bring up what is said to have ended.
+            keep = frozenset(status.worker_id for status in hello.workers)
+            reason = f"the sidecar of {link.name} was replaced"
+            for manager in self.managers.on_node(link.name):
+                manager.on_node_emptied(link.name, Evidence.CONFIRMED_EXIT, reason, keep)
         welcome = {
             "kind": "welcome",
             "epoch": self.epoch,
@@ -186,12 +193,6 @@ class Coordinator:
         }
         await self.server.send(identity, welcome)
         await self.links.follow(link, identity)
-        if replaced:
-            # A sidecar sweeps what its predecessor left before it says hello: only what it names runs there now.
-            keep = frozenset(status.worker_id for status in hello.workers)
-            reason = f"the sidecar of {link.name} was replaced"
-            for manager in self.managers.on_node(link.name):
-                manager.on_node_emptied(link.name, Evidence.CONFIRMED_EXIT, reason, keep)
         self._heard(link)
         self._statuses(link, hello.workers)
         self.nodes_changed.set()
