@@ -91,7 +91,7 @@ class Coordinator:
         self.links = NodeLinks(allocation.node_names, self.epoch, server.send, clock)
         self.publisher = Publisher(self.epoch, server)
         self.events = EventLog(run_dir.path)
-        self.hooks = Hooks(self._publish_replica, self.record, self.spawn, clock, new_id)
+        self.hooks = Hooks(self._publish_replica, self.record, self.spawn, clock, new_id, self._may_run)
         self.moves = Moves(self.record, self.spawn)
         seconds = config.control.operation_seconds
         self.leases = LifecycleCoordinator(
@@ -289,19 +289,21 @@ class Coordinator:
         if role is None or self.run.state not in (RunState.READY, RunState.DEGRADED):
             where = "the run has no such role" if role is None else f"the run is {self.run.state}"
             raise OperationRefused(f"{message.role}: {message.method} is refused, {where}; wanted READY or DEGRADED")
-        if not self.leases.holds(str(role.role)):
-            raise OperationRefused(f"{message.role}: {message.method} is refused, the role does not have its GPUs now")
+        if self.leases.book.sharing[str(role.role)].deferred or not self.leases.holds(str(role.role)):
+            raise OperationRefused(f"{message.role}: {message.method} is refused, its lease decides where it is")
         managers = [self.managers[role.role, model.name] for model in role.models]
         return self.moves.begin(role, managers, message.method, message.id).as_json()
+
+    def _may_run(self, role: str) -> bool:
+        return role not in self.leases.book.leases or self.leases.book.may_run(role)
 
     def on_lifecycle(self, message: LifecycleAsk) -> Operation:
         """A lease or a batch shall change; the operation tells when it has."""
         if self.run.state not in (RunState.READY, RunState.DEGRADED):
             raise OperationRefused(f"{message.kind} is refused, the run is {self.run.state}; wanted READY or DEGRADED")
-        if message.holder is not None and self.moves.running(message.holder):
-            raise OperationRefused(
-                f"{message.kind} {message.holder} is refused, a move of it is under way; wait for it"
-            )
+        moved = [holder.name for holder in self.leases.book.sharing.holders if self.moves.running(holder.name)]
+        if moved and message.kind != "fail_batch":
+            raise OperationRefused(f"{message.kind} is refused, a move of {', '.join(moved)} is under way; wait for it")
         ask = Ask(message.id, Method(message.kind), message.batch, message.holder, message.error)
         return self.leases.ask(ask)
 

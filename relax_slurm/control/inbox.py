@@ -51,7 +51,7 @@ class Answered:
 
 
 MAX_WAITING = 4096
-"""How many clients may wait for the end of an operation or of a batch."""
+"""How many clients may wait for the end of an operation or of a batch; at most half of them for a batch."""
 
 
 class Inbox:
@@ -113,6 +113,10 @@ class Inbox:
     def _answer_later(self, identity: bytes, message: LifecycleAsk | WaitCommitted) -> None:
         """Change what is to be changed now, and answer when it has come to its end. Nobody else waits for that."""
         leases = self._of.leases
+        # A place for the answer comes first: what is refused must not have been done. Waits leave half of them free.
+        room = MAX_WAITING // 2 if isinstance(message, WaitCommitted) else MAX_WAITING
+        if message.id not in self._waiting and len(self._waiting) >= room:
+            raise TooManyWaiting(f"{message.kind}: {room} clients wait for an answer already; ask later")
         if isinstance(message, WaitCommitted):
             wait = partial(leases.committed, message.batch, message.seconds)
         else:
@@ -120,8 +124,6 @@ class Inbox:
         before = self._waiting.pop(message.id, None)
         if before is not None:
             before.cancel()  # who asks again has given up the connection it asked on before
-        elif len(self._waiting) >= MAX_WAITING:
-            raise TooManyWaiting(f"{message.kind}: {MAX_WAITING} clients wait for an answer already; ask later")
         task = self._waiting[message.id] = self._of.spawn(self._await_and_answer(identity, message.id, wait))
         task.add_done_callback(lambda _: self._waited(message.id, task))
 

@@ -452,7 +452,8 @@ class InferenceManager:
     def _begin_again(self, slot: Slot) -> None:
         links = [self._links.nodes[binding.node_name] for binding in slot.bindings]
         lost = next((link for link in links if link.lost), None)
-        if self._rebuild and not self._awake and lost is None:
+        has_gpus = self._awake and self._hooks.may_run(str(self.model.role))
+        if self._rebuild and not has_gpus and lost is None:
             return  # `onload` comes back to it
         if lost is not None or not (self._rebuild or self._onloading):
             ended = f"{lost.step_ended} and will not be started again" if lost is not None else slot.replica.reason
