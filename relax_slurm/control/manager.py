@@ -227,12 +227,16 @@ class InferenceManager:
                 raise RecoveryRequired(f"{message}; release unconfirmed: {', '.join(held)}")
         raise EngineFailed(message)
 
+    def rest(self) -> None:
+        """Its role has no lease any more: what is gone is not built again before the next `onload`."""
+        self._awake = self._onloading = False
+
     def abandon(self, reason: str) -> None:
         """A move went wrong: end what hangs in between, and do not build it again before the next `onload`.
 
         What stays behind is either asleep or ended, so that there can be evidence of release.
         """
-        self._awake = self._onloading = False
+        self.rest()
         self._changed.set()
         for slot in self._slots.values():
             state = slot.replica.state
