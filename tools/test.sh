@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # make test: every check, one lane after the other, each with its time, and a summary at the end.
 #
-#   LANES="lint unit"   picks some of: lint unit contract integration
+#   LANES="lint unit"   picks some of: lint unit chaos contract integration
 #   REQUIRE=slurm       what would be skipped for want of Slurm is a failure (a list with commas; `engine` for SGLang)
 #   PYTEST_ARGS=...     more words for every pytest
 #
@@ -10,7 +10,7 @@
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null
 
-all_lanes='lint unit contract integration'
+all_lanes='lint unit chaos contract integration'
 lanes=${LANES:-$all_lanes}
 require=" $(tr ',' ' ' <<<"${REQUIRE:-}") "
 results=build/test
@@ -120,6 +120,7 @@ run_lane() {
   case $lane in
   lint) lint 2>&1 | tee "$results/lint.log" || code=$? ;;
   unit) run_pytest unit -n 2 -q tests/unit || code=$? ;;
+  chaos) run_pytest chaos -n 2 -q tests/chaos || code=$? ;;
   contract) run_pytest contract -q tests/contract || code=$? ;;
   integration) run_pytest integration -n 2 --dist loadfile -q tests/harness tests/integration || code=$? ;;
   esac
@@ -129,6 +130,9 @@ run_lane() {
     words=$(grep -E '(passed|failed|skipped|error|no tests ran).* in [0-9.:]+' "$results/$lane.log" | tail -n 1)
   fi
   words=${words//=/}
+  if [[ $lane == chaos ]]; then # how many schedules that were
+    words="$(grep '^chaos: ' "$results/chaos.log" | tail -n 1 | sed 's/^chaos: //');$words"
+  fi
   if [[ $code == 0 ]]; then
     note "$lane" ok $((SECONDS - start)) "${words# }"
   else
@@ -140,7 +144,7 @@ run_lane() {
 began=$SECONDS
 for lane in $lanes; do
   case $lane in
-  contract | integration)
+  chaos | contract | integration)
     if ! has_tests "$lane"; then
       note "$lane" none 0 "no tests in tests/$lane"
       continue
