@@ -15,7 +15,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class LifecycleClient:
     async def of(cls, run_dir: Path | str, **options: Any) -> LifecycleClient:
         """The client of a run by its folder (`launch --json` calls it run_dir). `StartupFailed` when it is not up."""
         path = Path(run_dir)
+        if (outcome := await asyncio.to_thread(_outcome, path)) is not None:
+            raise StartupFailed(f"the run in {path} is {outcome}; launch it again")
         try:
             endpoint = json.loads(await asyncio.to_thread((path / "endpoint.json").read_text))
         except (OSError, ValueError) as error:
@@ -128,22 +130,41 @@ class LifecycleClient:
 
     @asynccontextmanager
     async def training(self, batch: int) -> AsyncIterator[None]:
-        """Training's lease for a committed batch. Roles that stand on its GPUs leave before and come back after."""
+        """Training's lease for a committed batch. Roles that stand on its GPUs leave before and come back after,
+        also when the block raises.
+
+        There is one such lease, whoever asks: of several processes that train together one takes it for all.
+        """
         state = await self.get_state()
         rivals = state["sharing"].get(TRAINING)
         if rivals is None:  # training's GPUs are not the run's
             yield
             return
         standing = [role for role in rivals if state["leases"][role] == LeaseState.ACTIVE]
-        for role in standing:
-            await self.deactivate(role, batch)
-        await self.activate(TRAINING, batch)
+        gone: list[str] = []
         try:
-            yield
-        finally:
-            await self.deactivate(TRAINING, batch)
+            for role in standing:
+                gone.append(role)
+                await self.deactivate(role, batch)
+            await self._taken(batch)
+            try:
+                yield
+            finally:
+                await self.deactivate(TRAINING, batch)
+        except BaseException:
+            for role in gone:  # who stood there stands there again, unless its GPUs are in doubt
+                with suppress(RelaxError):
+                    await self.activate(role, batch)
+            raise
         for role in standing:
             await self.activate(role, batch)
+
+    async def _taken(self, batch: int) -> None:
+        try:
+            await self.activate(TRAINING, batch)
+        except asyncio.CancelledError:  # it may have been given all the same
+            await self.deactivate(TRAINING, batch)
+            raise
 
     async def get_state(self) -> dict[str, Any]:
         """The state document of `status --json`."""
@@ -159,6 +180,14 @@ class LifecycleClient:
             return await self._control.request(kind, timeout_seconds=timeout_seconds, **fields)
         except RemoteError as error:
             raise _BY_CODE.get(error.remote_code, type(error))(*_arguments(error)) from None
+
+
+def _outcome(path: Path) -> str | None:
+    """How the run in this folder ended; None while it has not."""
+    try:
+        return str(json.loads((path / "outcome.json").read_text())["state"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _arguments(error: RemoteError) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from relax_slurm.core.batch import BatchState
-from relax_slurm.core.lease import TRAINING, LeaseState
+from relax_slurm.core.lease import LeaseState
 from relax_slurm.core.lifecycle import Lifecycle, Move, Unproven, Work
 from relax_slurm.core.lifecycle_errors import BatchFailed
 from relax_slurm.core.operations import Ask, Operation, Progress
@@ -28,9 +28,6 @@ class Mover(Protocol):
 
     def abandon(self, holder: str, reason: str) -> None:
         """A move failed or was too slow: end what hangs in between, so that there will be evidence."""
-
-    def rest(self, holder: str) -> None:
-        """Its lease has ended: nothing of it comes back before the next move."""
 
     def unproven(self) -> Unproven:
         """Holder to its replicas whose release is not proven now."""
@@ -57,10 +54,7 @@ class LifecycleCoordinator:
 
     def ask(self, ask: Ask) -> Operation:
         """Take a request and start what follows from it. A refusal raises and changes nothing."""
-        awake = self._awake()
         operation, work = self.book.ask(ask, self._clock(), self._mover.unproven())
-        for holder in awake - self._awake() - {TRAINING}:
-            self._mover.rest(holder)  # what ended while it had its lease must not be built again without one
         if work is not None:
             self._record("operation", id=work.operation, method=str(ask.method), holder=work.holder, batch=ask.batch)
             self._spawn(self._carry_out(work))
@@ -165,9 +159,6 @@ class LifecycleCoordinator:
         self._seen = seen
         self._turn.set()
         self._turn = asyncio.Event()
-
-    def _awake(self) -> set[str]:
-        return {name for name, lease in self.book.leases.items() if lease.state is not LeaseState.SLEEPING}
 
     def _shown(self) -> dict[str, str]:
         current = self.book.current

@@ -227,16 +227,12 @@ class InferenceManager:
                 raise RecoveryRequired(f"{message}; release unconfirmed: {', '.join(held)}")
         raise EngineFailed(message)
 
-    def rest(self) -> None:
-        """Its role has no lease any more: what is gone is not built again before the next `onload`."""
-        self._awake = self._onloading = False
-
     def abandon(self, reason: str) -> None:
         """A move went wrong: end what hangs in between, and do not build it again before the next `onload`.
 
         What stays behind is either asleep or ended, so that there can be evidence of release.
         """
-        self.rest()
+        self._awake = self._onloading = False
         self._changed.set()
         for slot in self._slots.values():
             state = slot.replica.state
@@ -456,7 +452,8 @@ class InferenceManager:
     def _begin_again(self, slot: Slot) -> None:
         links = [self._links.nodes[binding.node_name] for binding in slot.bindings]
         lost = next((link for link in links if link.lost), None)
-        if self._rebuild and not self._awake and lost is None:
+        has_gpus = self._awake and self._hooks.may_run(str(self.model.role))
+        if self._rebuild and not has_gpus and lost is None:
             return  # `onload` comes back to it
         if lost is not None or not (self._rebuild or self._onloading):
             ended = f"{lost.step_ended} and will not be started again" if lost is not None else slot.replica.reason

@@ -48,11 +48,6 @@ class RoleMover:
         for manager in self._of(holder):
             manager.abandon(reason)
 
-    def rest(self, holder: str) -> None:
-        """See `leases.Mover`."""
-        for manager in self._of(holder):
-            manager.rest()
-
     def unproven(self) -> Unproven:
         """See `leases.Mover`."""
         found: dict[str, list[str]] = {}

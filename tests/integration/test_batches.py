@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,16 +15,18 @@ from typing import Any
 import pytest
 
 from relax_slurm.workload.publishers.reader import partitions, read_partition
-from tests.harness.launch import LaunchedRun
+from tests.harness.launch import LaunchedRun, Ran
 from tests.harness.sites import LOCAL, NewRun, merged, small
+from tests.harness.turns import TRAINING, LedgerWatch
 from tests.harness.wait import until
 
 pytestmark = pytest.mark.skipif(
     find_spec("relax_slurm.client.lifecycle") is None, reason="there is no lifecycle client to ask for leases (row B1)"
 )
 ROOT = Path(__file__).resolve().parents[2]
+TIMELINE = runpy.run_path(str(ROOT / "tools" / "timeline.py"))
 BATCH: dict[str, Any] = {
-    "batch_size": 4,
+    "batch_size": 8,
     "n_samples_per_prompt": 2,
     "seed": 3,
     "sampling": {"max_new_tokens": 16},
@@ -57,6 +60,23 @@ def written(tmp_path: Path) -> str:
     return str(path)
 
 
+def trained(run: LaunchedRun, tmp_path: Path, count: int, *words: str) -> tuple[Ran, list[dict[str, Any]]]:
+    """`batch` and the trainer side by side, the trainer with memory of its own on the cards and a push per step."""
+    program = [sys.executable, "-m", "tests.harness.turns", str(run.run_dir.path), "--batches", str(count)]
+    program += ["--checkpoints", str(tmp_path / "checkpoints"), "--push", "policy", *words]
+    environment = dict(run.site.env) | {"PYTHONPATH": str(ROOT)}
+    trainer = subprocess.Popen(program, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        done = run.call("batch", written(tmp_path), "--batches", str(count), "--json", seconds=110)
+        assert done.rc == 0, done.said + run.logs()
+        out = trainer.communicate(timeout=60)[0]
+    finally:
+        trainer.kill()
+        trainer.wait(10)
+    assert trainer.returncode == 0, out
+    return done, [json.loads(line) for line in out.splitlines()]
+
+
 def asleep(run: LaunchedRun) -> bool:
     """Whether no lease is held."""
     state = run.state()
@@ -66,22 +86,17 @@ def asleep(run: LaunchedRun) -> bool:
 def test_batches_are_made_and_trained_on(new: NewRun, tmp_path: Path) -> None:
     run = new(deferred())
     run.up()
-    program = [sys.executable, str(ROOT / "examples" / "trainer.py"), str(run.run_dir.path), "--batches", "3"]
-    environment = dict(run.site.env) | {"PYTHONPATH": str(ROOT)}
-    trainer = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        done = run.call("batch", written(tmp_path), "--batches", "3", "--json", seconds=110)
-        assert done.rc == 0, done.said + run.logs()
-        metrics = [json.loads(line) for line in trainer.communicate(timeout=60)[0].splitlines()]
-    finally:
-        trainer.kill()
-        trainer.wait(10)
-    assert trainer.returncode == 0
-    assert [(row["batch"], row["samples"], row["reward_mean"]) for row in metrics] == [(n, 8, 1.0) for n in range(3)]
+    with LedgerWatch(run.run_dir.ledger) as watch:
+        done, metrics = trained(run, tmp_path, 3)
+    watch.check(4)
+    assert all(card.owners <= {"policy", "judge", "teacher", TRAINING} for card in watch.cards.values())
+    assert [(row["batch"], row["samples"], row["reward_mean"]) for row in metrics] == [(n, 16, 1.0) for n in range(3)]
+    # Every step's weights were noted while the policy slept, and are those that wrote the next batch.
+    assert [row["weight_versions"] for row in metrics] == [["0"], ["1"], ["2"]]
     summary = done.json
     assert {key: summary[key] for key in ("batches", "samples", "reward_mean", "teacher_coverage")} == {
         "batches": 3,
-        "samples": 24,
+        "samples": 48,
         "reward_mean": 1.0,
         "teacher_coverage": 1.0,
     }
@@ -92,6 +107,11 @@ def test_batches_are_made_and_trained_on(new: NewRun, tmp_path: Path) -> None:
         assert row["response"] == row["label"]
         for name in ("teacher_log_probs", "teacher_topk_token_ids", "student_at_teacher_topk_log_probs"):
             assert len(row[name]) == row["response_length"] > 0
+    turns = TIMELINE["timeline"](run.events())
+    assert [(batch["batch"], batch["state"]) for batch in turns["batches"]] == [(n, "COMMITTED") for n in range(3)]
+    assert turns["at_once"] == 1
+    order = ["rollout", "genrm", "teacher", "rollout", "training"]
+    assert [[lease["holder"] for lease in batch["leases"]] for batch in turns["batches"]] == [order] * 3
     state = run.state()
     assert state is not None
     assert state["batch"]["state"] == "COMMITTED"
@@ -108,7 +128,29 @@ def test_roles_with_gpus_of_their_own(new: NewRun, tmp_path: Path) -> None:
     run.up()
     done = run.call("batch", written(tmp_path), "--batches", "2", "--json", seconds=110)
     assert done.rc == 0, done.said + run.logs()
-    assert (done.json["samples"], done.json["reward_mean"]) == (16, 1.0)
+    assert (done.json["samples"], done.json["reward_mean"]) == (32, 1.0)
+
+
+@pytest.mark.parametrize("site", [LOCAL], indirect=True)
+def test_roles_that_stand_on_trainings_gpus_leave_and_come_back(new: NewRun, tmp_path: Path) -> None:
+    policy = {"models": {"policy": {"engine_args": {"enable_weights_cpu_backup": True}}}}
+    run = new(small(batch=BATCH | {"student_scoring": False}, roles={"rollout": policy}))
+    run.up()
+    before = {row["replica"]: run.worker(f"{row['replica']}#0")["pid"] for row in (run.state() or {})["replicas"]}
+    with LedgerWatch(run.run_dir.ledger) as watch:
+        _, metrics = trained(run, tmp_path, 2)
+    watch.check(4)
+    assert all(len(card.owners - {TRAINING}) == 1 for card in watch.cards.values())
+    assert [row["weight_versions"] for row in metrics] == [["0"], ["1"]]
+    state = run.state()
+    assert state is not None
+    assert state["leases"] == {"rollout": "ACTIVE", "genrm": "ACTIVE", "teacher": "ACTIVE", "training": "SLEEPING"}
+    assert {(row["state"], row["generation"]) for row in state["replicas"]} == {("READY", 1)}
+    assert {name: run.worker(f"{name}#0")["pid"] for name in before} == before, "asleep, never ended"
+    answer = run.http().post("/rollout/generate", json={"text": "1 + 1 = ", "sampling_params": {"max_new_tokens": 4}})
+    assert (answer.status_code, answer.json()["meta_info"]["weight_version"]) == (200, "2")
+    assert run.call("stop").rc == 0
+    run.nothing_left()
 
 
 @pytest.mark.parametrize("site", [LOCAL], indirect=True)

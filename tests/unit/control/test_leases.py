@@ -26,7 +26,6 @@ class FakeMover:
     def __init__(self) -> None:
         self.moves: list[tuple[str, Move]] = []
         self.abandoned: list[str] = []
-        self.resting: list[str] = []
         self.held: dict[str, tuple[str, ...]] = {}
         self.gate = asyncio.Event()
         self.gate.set()
@@ -40,9 +39,6 @@ class FakeMover:
 
     def abandon(self, holder: str, reason: str) -> None:
         self.abandoned.append(holder)
-
-    def rest(self, holder: str) -> None:
-        self.resting.append(holder)
 
     def unproven(self) -> Unproven:
         return self.held
@@ -179,19 +175,5 @@ def test_two_who_ask_for_the_same_move_it_once() -> None:
         await stage.generated()
         await asyncio.gather(*(stage.do(M.ACTIVATE, "teacher") for _ in range(5)))
         assert stage.mover.moves.count(("teacher", Move.ONLOAD)) == 1
-
-    staged(scenario)
-
-
-def test_a_holder_whose_lease_ended_without_a_move_is_told_to_rest() -> None:
-    async def scenario(stage: Stage) -> None:
-        await stage.do(M.BEGIN_BATCH)
-        assert stage.mover.resting == []
-        await stage.do(M.FAIL_BATCH)
-        await stage.do(M.RECOVER)  # its engines had ended by themselves: that is evidence, and they must stay away
-        assert stage.mover.resting == ["rollout"]
-        await stage.do(M.BEGIN_BATCH, batch=2)
-        await stage.do(M.ACKNOWLEDGE_ROLLOUT_OFFLOADED, batch=2)
-        assert stage.mover.resting == ["rollout", "rollout"]
 
     staged(scenario)

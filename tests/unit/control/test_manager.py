@@ -605,26 +605,6 @@ def test_a_start_that_reached_nobody_is_not_sent_to_the_next_sidecar_once_its_en
     run(scenario)
 
 
-def test_who_rests_is_not_built_again_before_the_next_onload() -> None:
-    async def scenario() -> None:
-        async with bench(defer_config(), "policy") as at:
-            await at.manager.start()
-            at.manager.serve(rebuild=True)
-            link = at.links.nodes["a-0"]
-            at.links.retire(link, "its step ended")
-            at.manager.on_node_emptied("a-0", Evidence.STEP_ENDED_WITH_CGROUP, "its step ended")
-            assert at.states() == [State.GONE]
-            at.manager.rest()
-            at.enter("a-0", "i2")
-            at.manager.tick()
-            assert at.states() == [State.GONE], "somebody else may have its lease by now"
-            waking = asyncio.create_task(at.manager.onload())
-            await until(lambda: at.states() == [State.READY])
-            assert await waking == ()
-
-    run(scenario)
-
-
 def test_every_worker_of_a_wide_replica_ends_before_it_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with bench(wide_config()) as at:
