@@ -1,7 +1,8 @@
 """Shared test settings: one hypothesis profile, the fixtures of the harness, what may be skipped, times by lane.
 
 REQUIRE in the environment names the markers (`slurm`, `engine`, separated by commas) whose tests must run: one that
-is skipped fails.
+is skipped fails. `engine` is the whole demand: with it no test at all may be skipped, except for want of a Slurm that
+is not named.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def pytest_configure() -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A skipped test that is required has failed."""
     report = yield
-    needs = _required & {mark.name for mark in item.iter_markers()}
+    marks = {mark.name for mark in item.iter_markers()}
+    needs = _required & marks
+    if "engine" in _required and "slurm" not in marks:
+        needs |= {"engine"}
     if report.skipped and needs:
         why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # make test: every check, one lane after the other, each with its time, and a summary at the end.
 #
-#   LANES="lint unit"   picks some of: lint unit contract integration
-#   REQUIRE=slurm       what would be skipped for want of Slurm is a failure (a list with commas; `engine` for SGLang)
+#   LANES="lint unit"   picks some of: lint unit contract integration real
+#   REQUIRE=slurm       what would be skipped for want of Slurm is a failure (a list with commas)
+#   REQUIRE=engine      SGLang itself takes part: it is installed, the contract is asked of it too, the lane `real` runs,
+#                       and no test may be skipped (unless for want of Slurm, which is a word of its own)
 #   PYTEST_ARGS=...     more words for every pytest
 #
 # Slurm comes from Debian's packages where this may install them (root, apt-get); no daemon of theirs is started.
@@ -10,9 +12,12 @@
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null
 
-all_lanes='lint unit contract integration'
-lanes=${LANES:-$all_lanes}
+all_lanes='lint unit contract integration real'
 require=" $(tr ',' ' ' <<<"${REQUIRE:-}") "
+with_engine=0
+[[ $require == *' engine '* || " ${LANES:-} " == *' real '* ]] && with_engine=1
+lanes=${LANES:-$all_lanes}
+[[ -n ${LANES:-} || $with_engine == 1 ]] || lanes='lint unit contract integration'
 results=build/test
 declare -a summary=()
 failed=0
@@ -43,45 +48,32 @@ python=.venv/bin/python
 
 # --- Slurm ------------------------------------------------------------------------------------------------------
 
-missing_slurm() {
-  $python -c 'from tests.harness.slurm_cluster import missing_programs; print(*missing_programs())'
-}
-
-install_slurm() {
-  local policy=/usr/sbin/policy-rc.d ours=0 code=0
-  if [[ ! -e $policy ]]; then # Debian's own switch against starting daemons while packages are installed
-    trap 'rm -f /usr/sbin/policy-rc.d' EXIT # also when interrupted
-    printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod 755 "$policy" && ours=1
-  fi
-  {
-    apt-get update &&
-      DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends slurm-wlm munge iproute2
-  } >"$results/apt.log" 2>&1 </dev/null || code=$?
-  if [[ $ours == 1 ]]; then
-    rm -f "$policy"
-    trap - EXIT
-  fi
-  return "$code"
-}
-
-slurm_reason=''
-prepare_slurm() {
-  local missing
-  missing=$(missing_slurm) || { slurm_reason='the harness does not import'; return; }
-  [[ -n $missing ]] || return
-  if [[ $(id -u) != 0 ]]; then
-    slurm_reason="not found: $missing; not root, so not installed here (as root: apt-get install slurm-wlm munge)"
-  elif ! command -v apt-get >/dev/null 2>&1; then
-    slurm_reason="not found: $missing; no apt-get here to install it with"
-  else
-    echo "installing Slurm from Debian's packages"
-    if install_slurm; then
-      missing=$(missing_slurm)
-      [[ -z $missing ]] || slurm_reason="not found after apt-get install: $missing"
+slurm_looked=''
+prepare_slurm() { # once
+  local slurm_reason
+  [[ -z $slurm_looked ]] || return
+  slurm_looked=1
+  slurm_reason=$(tools/slurm.sh "$results/apt.log") || {
+    if [[ $require == *' slurm '* ]]; then
+      failed=1
+      note slurm FAILED 0 "required, but $slurm_reason"
     else
-      tail -n 5 "$results/apt.log" >&2
-      slurm_reason="apt-get install failed, see $results/apt.log"
+      note slurm skipped 0 "$slurm_reason; REQUIRE=slurm makes this a failure"
     fi
+  }
+}
+
+# --- SGLang -----------------------------------------------------------------------------------------------------
+
+prepare_engine() { # once; what pip or apt-get said is in the caches' log and in build/
+  local start=$SECONDS settings
+  printf '\n=== engine\n'
+  if settings=$(tools/real/prepare.sh); then
+    eval "$settings"
+    note engine ok $((SECONDS - start)) "SGLang is there: ${RELAX_TEST_SGLANG_PYTHON%/venv/*}"
+  else
+    failed=1
+    note engine FAILED $((SECONDS - start)) 'SGLang could not be installed, see above; the lanes that need it fail'
   fi
 }
 
@@ -122,6 +114,7 @@ run_lane() {
   unit) run_pytest unit -n 2 -q tests/unit || code=$? ;;
   contract) run_pytest contract -q tests/contract || code=$? ;;
   integration) run_pytest integration -n 2 --dist loadfile -q tests/harness tests/integration || code=$? ;;
+  real) run_pytest real -p tests.harness.engine_meter -p no:randomly --durations=8 -q tests/real || code=$? ;;
   esac
   if [[ $lane == lint ]]; then
     words=$(tail -n 1 "$results/lint.log")
@@ -138,33 +131,28 @@ run_lane() {
 }
 
 began=$SECONDS
+# A test makes a certificate with it; where it is not to be had, that test says so.
+command -v openssl >/dev/null 2>&1 || tools/debian.sh "$results/openssl-apt.log" openssl || true
+[[ $with_engine == 0 ]] || prepare_engine
 for lane in $lanes; do
-  case $lane in
-  contract | integration)
-    if ! has_tests "$lane"; then
-      note "$lane" none 0 "no tests in tests/$lane"
-      continue
-    fi
-    ;;
-  esac
-  if [[ $lane == integration ]]; then
-    prepare_slurm
-    if [[ -n $slurm_reason ]]; then
-      if [[ $require == *' slurm '* ]]; then
-        failed=1
-        note slurm FAILED 0 "required, but $slurm_reason"
-      else
-        note slurm skipped 0 "$slurm_reason; REQUIRE=slurm makes this a failure"
-      fi
-    fi
+  if [[ $lane != lint ]] && ! has_tests "$lane"; then
+    note "$lane" none 0 "no tests in tests/$lane"
+    continue
   fi
+  case $lane in integration | real) prepare_slurm ;; esac
   run_lane "$lane"
 done
+if [[ $with_engine == 0 && -z ${LANES:-} ]]; then
+  note real skipped 0 'SGLang itself was not asked; REQUIRE=engine installs it (3.5 GB) and asks it, so does make test-real'
+fi
 
 {
   echo
   for lane in $lanes; do # what pytest itself said last, so that the end of a log tells everything
     [[ $lane == lint || ! -f $results/$lane.log ]] || tail -n 1 "$results/$lane.log"
+  done
+  for lane in $lanes; do # why something was skipped, and what the engines cost
+    [[ ! -f $results/$lane.log ]] || grep -hE '^(SKIPPED \[|engines: |contract checks )' "$results/$lane.log" | sed "s/^/$lane: /"
   done
   echo "--- make test: $((SECONDS - began)) s"
   printf '%s\n' "${summary[@]}"

@@ -162,7 +162,7 @@ def _ports(plan: InferencePlacementPlan) -> list[str]:
     window = plan.ports
     return [
         f"each node takes the first free block of {window.span} ports in {window.first}-{window.last}, outside its",
-        "ephemeral range; within a block an engine has guard, http, nccl, bootstrap, rendezvous in this order",
+        "ephemeral range; within a block an engine has guard, http, nccl, bootstrap, second guard, rendezvous",
     ]
 
 

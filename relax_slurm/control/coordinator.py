@@ -51,7 +51,8 @@ from relax_slurm.core.replica import Replica
 from relax_slurm.core.replica_events import Evidence
 from relax_slurm.core.run import SERVING, TERMINAL, Run, RunEvent, RunState
 from relax_slurm.errors import BindingMismatch, EngineFailed, StartupFailed
-from relax_slurm.wire.messages import Beat, Hello, LifecycleAsk, MoveRole, Result, StepEnded, Stop, WorkerStatus
+from relax_slurm.wire.lifecycle_messages import LifecycleAsk
+from relax_slurm.wire.messages import Beat, Hello, MoveRole, Result, StepEnded, Stop, WorkerStatus
 from relax_slurm.wire.messages import Event as WorkerEvent
 from relax_slurm.wire.server import ControlServer
 
@@ -90,7 +91,7 @@ class Coordinator:
         self.links = NodeLinks(allocation.node_names, self.epoch, server.send, clock)
         self.publisher = Publisher(self.epoch, server)
         self.events = EventLog(run_dir.path)
-        self.hooks = Hooks(self._publish_replica, self.record, self.spawn, clock, new_id)
+        self.hooks = Hooks(self._publish_replica, self.record, self.spawn, clock, new_id, self._may_run)
         self.moves = Moves(self.record, self.spawn)
         seconds = config.control.operation_seconds
         self.leases = LifecycleCoordinator(
@@ -177,6 +178,13 @@ class Coordinator:
             link.incarnation = hello.incarnation
             self.record("hello", node=link.name, incarnation=hello.incarnation, replaced=replaced)
         link.report, link.step_ended, link.lost = hello.report, None, False
+        if replaced:
+            # A sidecar sweeps what its predecessor left before it says hello: only what it names runs there now. First
+            # of all, because a command that waits for a sidecar must not bring up what is said to have ended.
+            keep = frozenset(status.worker_id for status in hello.workers)
+            reason = f"the sidecar of {link.name} was replaced"
+            for manager in self.managers.on_node(link.name):
+                manager.on_node_emptied(link.name, Evidence.CONFIRMED_EXIT, reason, keep)
         welcome = {
             "kind": "welcome",
             "epoch": self.epoch,
@@ -185,12 +193,6 @@ class Coordinator:
         }
         await self.server.send(identity, welcome)
         await self.links.follow(link, identity)
-        if replaced:
-            # A sidecar sweeps what its predecessor left before it says hello: only what it names runs there now.
-            keep = frozenset(status.worker_id for status in hello.workers)
-            reason = f"the sidecar of {link.name} was replaced"
-            for manager in self.managers.on_node(link.name):
-                manager.on_node_emptied(link.name, Evidence.CONFIRMED_EXIT, reason, keep)
         self._heard(link)
         self._statuses(link, hello.workers)
         self.nodes_changed.set()
@@ -287,19 +289,21 @@ class Coordinator:
         if role is None or self.run.state not in (RunState.READY, RunState.DEGRADED):
             where = "the run has no such role" if role is None else f"the run is {self.run.state}"
             raise OperationRefused(f"{message.role}: {message.method} is refused, {where}; wanted READY or DEGRADED")
-        if not self.leases.holds(str(role.role)):
-            raise OperationRefused(f"{message.role}: {message.method} is refused, the role does not have its GPUs now")
+        if self.leases.book.sharing[str(role.role)].deferred or not self.leases.holds(str(role.role)):
+            raise OperationRefused(f"{message.role}: {message.method} is refused, its lease decides where it is")
         managers = [self.managers[role.role, model.name] for model in role.models]
         return self.moves.begin(role, managers, message.method, message.id).as_json()
+
+    def _may_run(self, role: str) -> bool:
+        return role not in self.leases.book.leases or self.leases.book.may_run(role)
 
     def on_lifecycle(self, message: LifecycleAsk) -> Operation:
         """A lease or a batch shall change; the operation tells when it has."""
         if self.run.state not in (RunState.READY, RunState.DEGRADED):
             raise OperationRefused(f"{message.kind} is refused, the run is {self.run.state}; wanted READY or DEGRADED")
-        if message.holder is not None and self.moves.running(message.holder):
-            raise OperationRefused(
-                f"{message.kind} {message.holder} is refused, a move of it is under way; wait for it"
-            )
+        moved = [holder.name for holder in self.leases.book.sharing.holders if self.moves.running(holder.name)]
+        if moved and message.kind != "fail_batch":
+            raise OperationRefused(f"{message.kind} is refused, a move of {', '.join(moved)} is under way; wait for it")
         ask = Ask(message.id, Method(message.kind), message.batch, message.holder, message.error)
         return self.leases.ask(ask)
 

@@ -24,3 +24,5 @@ class Hooks:
     """Run as a task that the coordinator keeps and whose failure ends the run."""
     clock: Callable[[], float]
     new_id: Callable[[], str]
+    may_run: Callable[[str], bool] = lambda role: True
+    """Whether the role has its GPUs: nothing is built where somebody else may be."""

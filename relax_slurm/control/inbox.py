@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from relax_slurm.control.refusals import Fault, TooManyWaiting
 from relax_slurm.control.state_document import state_document
 from relax_slurm.errors import RelaxError
+from relax_slurm.wire.lifecycle_messages import LifecycleAsk, WaitCommitted
 from relax_slurm.wire.messages import (
     Beat,
     FromSidecar,
@@ -21,14 +22,12 @@ from relax_slurm.wire.messages import (
     GetState,
     Hello,
     IdReused,
-    LifecycleAsk,
     MoveRole,
     PeerKind,
     Request,
     Result,
     StepEnded,
     Stop,
-    WaitCommitted,
     parse_for_coordinator,
 )
 from relax_slurm.wire.messages import Event as WorkerEvent
@@ -52,7 +51,7 @@ class Answered:
 
 
 MAX_WAITING = 4096
-"""How many clients may wait for the end of an operation or of a batch."""
+"""How many clients may wait for the end of an operation or of a batch; at most half of them for a batch."""
 
 
 class Inbox:
@@ -114,6 +113,10 @@ class Inbox:
     def _answer_later(self, identity: bytes, message: LifecycleAsk | WaitCommitted) -> None:
         """Change what is to be changed now, and answer when it has come to its end. Nobody else waits for that."""
         leases = self._of.leases
+        # A place for the answer comes first: what is refused must not have been done. Waits leave half of them free.
+        room = MAX_WAITING // 2 if isinstance(message, WaitCommitted) else MAX_WAITING
+        if message.id not in self._waiting and len(self._waiting) >= room:
+            raise TooManyWaiting(f"{message.kind}: {room} clients wait for an answer already; ask later")
         if isinstance(message, WaitCommitted):
             wait = partial(leases.committed, message.batch, message.seconds)
         else:
@@ -121,8 +124,6 @@ class Inbox:
         before = self._waiting.pop(message.id, None)
         if before is not None:
             before.cancel()  # who asks again has given up the connection it asked on before
-        elif len(self._waiting) >= MAX_WAITING:
-            raise TooManyWaiting(f"{message.kind}: {MAX_WAITING} clients wait for an answer already; ask later")
         task = self._waiting[message.id] = self._of.spawn(self._await_and_answer(identity, message.id, wait))
         task.add_done_callback(lambda _: self._waited(message.id, task))
 

@@ -49,8 +49,15 @@ class NodeGone(RelaxError):
 class _Pending:
     body: dict[str, Any]
     result: asyncio.Future[Result]
+    asking: asyncio.Task[Any] | None
+    """Who waits for the result."""
     sent_to: str = ""
     """Incarnation that has it; empty while nobody was there to send it to."""
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether it is not wanted any more. Its task hears that it is cancelled only once the loop comes to it."""
+        return self.asking is not None and self.asking.cancelling() > 0
 
 
 @dataclass(slots=True)
@@ -138,7 +145,8 @@ class NodeLinks:
         if link.lost:
             raise NodeGone(f"{method} on {node}: {link.step_ended}")
         body = {"kind": "command", "id": operation_id, "epoch": self._epoch, "method": str(method), "args": args}
-        pending = link.pending[operation_id] = _Pending(body, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        pending = link.pending[operation_id] = _Pending(body, loop.create_future(), asyncio.current_task())
         deadline = self._clock() + timeout_seconds
         pause, longest = self._resend_seconds
         try:
@@ -162,7 +170,7 @@ class NodeLinks:
 
     async def _deliver(self, link: NodeLink, pending: _Pending) -> None:
         incarnation = link.incarnation
-        if link.identity is not None and await self._send(link.identity, pending.body):
+        if link.identity is not None and not pending.withdrawn and await self._send(link.identity, pending.body):
             pending.sent_to = incarnation
 
 

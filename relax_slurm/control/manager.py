@@ -233,6 +233,7 @@ class InferenceManager:
         What stays behind is either asleep or ended, so that there can be evidence of release.
         """
         self._awake = self._onloading = False
+        self._changed.set()
         for slot in self._slots.values():
             state = slot.replica.state
             if state in (State.STARTING, State.ONLOADING, State.DRAINING):
@@ -243,7 +244,8 @@ class InferenceManager:
     def _wakes(self, slot: Slot, remedy: Remedy) -> bool:
         state = woken(slot.replica)
         if state is Woken.LOST and self._serving and remedy is Remedy.REBUILD:
-            return not slot.given_up and (slot.replica.state is not State.STOPPING or self._goes_on(slot))
+            still = self._onloading and not slot.given_up  # `abandon` ends the waiting too
+            return still and (slot.replica.state is not State.STOPPING or self._goes_on(slot))
         return state is Woken.UNDER_WAY
 
     def _goes_on(self, slot: Slot) -> bool:
@@ -416,8 +418,11 @@ class InferenceManager:
                 generation=replica.generation,
             )
         todo = list(commands)
-        if any(command.kind is CommandKind.STOP_WORKER for command in todo):
+        stops = any(command.kind is CommandKind.STOP_WORKER for command in todo)
+        if stops or (replica.state is State.GONE and before is not State.GONE):
+            # A start that reached nobody yet must not reach the next sidecar: by the proof nothing of it runs.
             self._dispatch.withdraw(slot)
+        if stops:
             slot.stopped_at = self._hooks.clock()
         for command in todo:
             if command.kind is CommandKind.PUBLISH:
@@ -447,7 +452,8 @@ class InferenceManager:
     def _begin_again(self, slot: Slot) -> None:
         links = [self._links.nodes[binding.node_name] for binding in slot.bindings]
         lost = next((link for link in links if link.lost), None)
-        if self._rebuild and not self._awake and lost is None:
+        has_gpus = self._awake and self._hooks.may_run(str(self.model.role))
+        if self._rebuild and not has_gpus and lost is None:
             return  # `onload` comes back to it
         if lost is not None or not (self._rebuild or self._onloading):
             ended = f"{lost.step_ended} and will not be started again" if lost is not None else slot.replica.reason

@@ -78,6 +78,6 @@ def worker_args(
         spec["container"] = engine.container.model_dump(mode="json")
     return {
         "spec": spec,
-        "guard": {"host": binding.address, "port": binding.ports.guard, "generation": generation},
+        "guard": {"host": binding.address, "port": binding.ports.guard_of(generation), "generation": generation},
         "health": engine.health.model_dump(),
     }

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from relax_slurm.core.binding_types import Problem
 from relax_slurm.core.plan import InferencePlacementPlan, PoolPlan, ReplicaPlan, RolePlan, WorkerPlan
 
-PORT_FIELDS = ("guard", "http", "nccl", "rendezvous", "bootstrap")
+PORT_FIELDS = ("guard", "http", "nccl", "rendezvous", "bootstrap", "second_guard")
 
 
 def replicas(plan: InferencePlacementPlan) -> Iterator[tuple[RolePlan, ReplicaPlan]]:

@@ -177,6 +177,11 @@ class BoundPorts:
     nccl: int
     rendezvous: int
     bootstrap: int
+    second_guard: int
+
+    def guard_of(self, generation: int) -> int:
+        """The guard's port of a generation: the two take turns."""
+        return self.guard if generation % 2 else self.second_guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +234,7 @@ class BoundPlan:
                 nccl=start + ports.nccl,
                 rendezvous=start + ports.rendezvous,
                 bootstrap=start + ports.bootstrap,
+                second_guard=start + ports.second_guard,
             ),
         )
 

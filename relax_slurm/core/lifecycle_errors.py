@@ -65,12 +65,6 @@ class OperationRetired(LifecycleRefused):
     code = "operation_retired"
 
 
-class TooManyOperations(LifecycleRefused):
-    """One batch asked for more operations than are kept."""
-
-    code = "too_many_operations"
-
-
 class ReleaseUnconfirmed(RecoveryRequired):
     """Rollout says it has left, and the evidence does not."""
 

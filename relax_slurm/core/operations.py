@@ -10,11 +10,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
 
-from relax_slurm.core.lifecycle_errors import OperationRetired, OperationReused, TooManyOperations
+from relax_slurm.core.lifecycle_errors import OperationRetired, OperationReused
 from relax_slurm.errors import RelaxError
 
 MAX_OPERATIONS = 4_096
-"""Operations that are kept at a time: those of the current batch and those under way."""
+"""Operations that are kept at a time: of the current batch, and those under way. Beyond, the oldest are retired."""
 MAX_RETIRED = 8_192
 """Ids of earlier operations that are still recognised."""
 
@@ -111,16 +111,14 @@ class Operations:
             raise OperationRetired(
                 f"operation id {ask.operation!r} for {ask} belongs to an earlier batch; use a new id"
             )
-        if len(self._known) >= MAX_OPERATIONS:
-            raise TooManyOperations(
-                f"{ask}: {MAX_OPERATIONS} operations are kept already; a batch needs a few dozen, so"
-                " look for a client that repeats itself under new ids"
-            )
         return None
 
     def add(self, ask: Ask, operation: Operation) -> None:
         """From now on the id stands for this operation, which may be one that somebody else asked for."""
         self._known[ask.operation] = (ask, operation)
+        if len(self._known) > MAX_OPERATIONS:
+            ended = (name for name, (_, each) in self._known.items() if each.progress is not Progress.RUNNING)
+            self._retire(next(ended, None))
 
     def running(self) -> list[Operation]:
         """Operations under way, each once."""
@@ -130,6 +128,10 @@ class Operations:
     def retire(self) -> None:
         """Forget what has ended; its ids stay taken for a while."""
         for name in [name for name, (_, each) in self._known.items() if each.progress is not Progress.RUNNING]:
+            self._retire(name)
+
+    def _retire(self, name: str | None) -> None:
+        if name is not None:
             del self._known[name]
             self._retired[name] = None
             if len(self._retired) > MAX_RETIRED:

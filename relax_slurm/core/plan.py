@@ -110,6 +110,9 @@ class WorkerPorts:
     """`dist_init_addr` port; SGLang also takes the ports right above it, which the stride leaves free."""
     bootstrap: int
     """PD disaggregation bootstrap port."""
+    second_guard: int
+    """The guard's port in every second generation: an engine that was built again has another URL, so that nothing
+    that was meant for its predecessor reaches it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ RESERVED = 1
 """Ports at the start of a block that no worker uses."""
 ABOVE_RENDEZVOUS = 8
 """With DP attention SGLang takes dist_init_addr's port + 1 … + 5, and one more per data-parallel rank."""
-_RENDEZVOUS = 4
+_RENDEZVOUS = 5
 _ROUND = 16
 
 
@@ -33,7 +33,14 @@ def stride(dp_size: int = 1) -> int:
 @cache
 def worker_ports(start: int) -> WorkerPorts:
     """The named ports of the stride that begins at offset `start` of the block."""
-    return WorkerPorts(guard=start, http=start + 1, nccl=start + 2, bootstrap=start + 3, rendezvous=start + _RENDEZVOUS)
+    return WorkerPorts(
+        guard=start,
+        http=start + 1,
+        nccl=start + 2,
+        bootstrap=start + 3,
+        second_guard=start + 4,
+        rendezvous=start + _RENDEZVOUS,
+    )
 
 
 class NodePorts:

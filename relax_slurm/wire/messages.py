@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
 from relax_slurm.errors import ProtocolError
+from relax_slurm.wire.lifecycle_messages import LIFECYCLE, LifecycleAsk, WaitCommitted
 from relax_slurm.wire.message_base import AnyEpoch, Epoch, Name, OpId
 from relax_slurm.wire.message_base import Message as _Message
 from relax_slurm.wire.weight_messages import GetWeights, UpdateWeights, WeightsGroup
@@ -186,38 +187,6 @@ class GatewayUp(_Message):
     url: Annotated[str, Field(pattern=r"^https?://[^\s/]+$", max_length=300)]
 
 
-class LifecycleAsk(_Message):
-    """A lease or a batch shall change; the kind is the method (core/operations.py). Answered when it is done."""
-
-    kind: Literal[
-        "begin_batch",
-        "offload_rollout",
-        "onload_rollout",
-        "acknowledge_rollout_offloaded",
-        "begin_student_scoring",
-        "activate",
-        "deactivate",
-        "commit_batch",
-        "fail_batch",
-        "recover",
-    ]
-    id: OpId
-    batch: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    holder: Name | None = None
-    """A role or `training`, for activate and deactivate."""
-    error: Annotated[str, Field(max_length=4096)] = ""
-    """Why a batch fails."""
-
-
-class WaitCommitted(_Message):
-    """Wait until a batch is committed or failed, but no longer than `seconds`."""
-
-    kind: Literal["wait_committed"]
-    id: OpId
-    batch: Annotated[int, Field(ge=0, lt=2**63)]
-    seconds: Annotated[float, Field(ge=0.0, le=60.0)] = 30.0
-
-
 class Ping(_Message):
     """Are you there, and which epoch is it?"""
 
@@ -331,7 +300,7 @@ _TO_COORDINATOR: dict[str, type[FromSidecar | Request]] = {
     "update_weights": UpdateWeights,
     "weights_group": WeightsGroup,
     "get_weights": GetWeights,
-    **dict.fromkeys(get_args(LifecycleAsk.model_fields["kind"].annotation), LifecycleAsk),
+    **dict.fromkeys(LIFECYCLE, LifecycleAsk),
 }
 _TO_SIDECAR: dict[str, type[ToSidecar]] = {
     "welcome": Welcome,

@@ -25,7 +25,7 @@ from relax_slurm.core.plan import Role
 from sidecars.command_line import build
 from sidecars.worker import EnginePorts, WorkerSpec
 
-START_SECONDS = 180.0
+START_SECONDS = 400.0
 REAL = "RELAX_TEST_SGLANG_PYTHON" in os.environ
 """Whether the environment names a Python with SGLang; `make test-real` does."""
 PORT_LOCKS = Path(tempfile.gettempdir()) / f"relax-slurm-test-ports-{os.getuid()}"

@@ -20,7 +20,7 @@ NOT_FOR_EVERY_ENGINE = ("input_embeds", "n", "session_params")
 """Fields of requests that pass the check and need an engine with other flags, or take long."""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_deadly_are_answered_400_and_the_engine_lives(tmp_path: Path) -> None:
     with launch(spec_of("sglang", tmp_path, api_key="key")) as engine:
 

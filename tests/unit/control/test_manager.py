@@ -571,6 +571,40 @@ def test_a_rebuild_waits_for_its_node_and_ends_with_it() -> None:
     run(scenario)
 
 
+def test_a_start_that_reached_nobody_is_not_sent_to_the_next_sidecar_once_its_end_is_proven() -> None:
+    async def scenario() -> None:
+        async with bench(defer_config(), "judge") as at:
+            await at.manager.start()
+            await at.manager.offload()
+            at.manager.serve(rebuild=True)
+            link = at.links.nodes["a-0"]
+            at.status("judge/replica-0", "exited", generation=1)
+            await until(lambda: at.states() == [State.GONE])
+            link.identity = b"nobody"
+            sent = at.links._send
+
+            async def lost(identity: bytes, body: dict[str, Any]) -> bool:
+                return identity != b"nobody" and await sent(identity, body)
+
+            at.links._send = lost
+            waking = asyncio.create_task(at.manager.onload())
+            await until(lambda: any(each.body["method"] == "start_worker" for each in link.pending.values()))
+            at.links.retire(link, "its step ended")
+            at.manager.on_node_emptied("a-0", Evidence.STEP_ENDED_WITH_CGROUP, "its step ended")
+            assert at.states() == [State.GONE]
+            at.manager.abandon("too slow")
+            assert all(replica.release_proven for replica in at.manager.replicas)
+            at.enter("a-0", "i2")
+            await at.links.follow(link, b"a-0/i3")
+            with pytest.raises(EngineFailed):
+                await waking
+            await until(lambda: not link.pending)
+            starts = [args["generation"] for args in at.far.actors.methods("start_worker")]
+            assert starts == [1], "who has the lease now would meet it on the GPU"
+
+    run(scenario)
+
+
 def test_every_worker_of_a_wide_replica_ends_before_it_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with bench(wide_config()) as at:

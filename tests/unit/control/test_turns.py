@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from relax_slurm.client.lifecycle import LifecycleClient
+from relax_slurm.control import manager
 from relax_slurm.control.lifecycle import walk
 from relax_slurm.core.lifecycle_errors import BatchFailed, NotRecovered, NotSleeping
+from relax_slurm.core.plan import Role
+from relax_slurm.core.replica_events import Event, EventKind, Evidence, State
 from relax_slurm.core.run import RunState
 from relax_slurm.errors import DeadlineExceeded, RecoveryRequired, RelaxError
 from tests.unit.control.stage import Stage, bad, defer_config, on_stage, run, until
@@ -148,6 +151,48 @@ def test_batches_are_numbers(tmp_path: Path, fields: dict[str, Any]) -> None:
             _, walking = await up(stage)
             with pytest.raises(RelaxError, match="batch"):
                 await stage.client.request("begin_batch", **fields)
+            await stage.client.request("stop")
+            await walking
+
+    run(scenario)
+
+
+def test_what_waits_to_be_built_again_is_not_built_once_the_lease_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with on_stage(tmp_path, defer_config()) as stage:
+            lifecycle, walking = await up(stage)
+            policy = stage.coordinator.managers[Role.ROLLOUT, "policy"]
+            await lifecycle.begin_batch(0)
+            monkeypatch.setattr(manager, "rebuild_pause", lambda restarts: 3600.0)
+            for _ in range(2):  # the first time it is built again at once, the second time after a pause
+                await until(lambda: policy.replicas[0].state is State.READY)
+                ended = Event(EventKind.WORKER_EXITED, 0, evidence=Evidence.CONFIRMED_EXIT)
+                policy.feed("policy/replica-0", ended)
+            assert policy.replicas[0].state is State.GONE
+            await lifecycle.fail_batch(0, "no producer")
+            await lifecycle.recover()
+            monkeypatch.setattr(manager, "rebuild_pause", lambda restarts: 0.0)
+            starts = len(stage.actors.methods("start_worker"))
+            policy.tick()
+            assert policy.replicas[0].state is State.GONE, "its cards may be somebody else's"
+            await lifecycle.begin_batch(1)
+            assert len(stage.actors.methods("start_worker")) == starts + 1
+            await stage.client.request("stop")
+            await walking
+
+    run(scenario)
+
+
+def test_a_move_by_hand_does_not_get_between_leases(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with on_stage(tmp_path, defer_config()) as stage:
+            lifecycle, walking = await up(stage)
+            await lifecycle.begin_batch(0)
+            await lifecycle.offload_rollout(0)
+            with pytest.raises(RelaxError, match="its lease decides"):
+                await stage.client.request("move_role", role="rollout", method="onload")
             await stage.client.request("stop")
             await walking
 

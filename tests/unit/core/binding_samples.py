@@ -54,7 +54,7 @@ def _replica(want: Want, index: int) -> ReplicaPlan:
                 node=node,
                 node_rank=rank,
                 gpus=slots,
-                ports=WorkerPorts(base, base + 1, base + 2, base + 3, base + 4),
+                ports=WorkerPorts(base, base + 1, base + 2, base + 3, base + 4, base + 5),
             )
         )
     return ReplicaPlan(

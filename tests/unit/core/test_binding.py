@@ -86,7 +86,7 @@ def test_a_faithful_cluster_binds_and_is_confirmed() -> None:
     assert (binding.node_name, binding.address) == ("n3", "10.0.0.4")
     assert binding.indexes == tuple(range(8))
     assert binding.ports.guard == 20001
-    assert len({*binding.ports.__getstate__()}) == 5  # type: ignore[misc]
+    assert len({*binding.ports.__getstate__()}) == 6  # type: ignore[misc]
 
 
 def test_json_round_trip_is_identity() -> None:
