@@ -88,7 +88,11 @@ def test_nothing_wrong() -> None:
 
 
 def test_batches_that_cannot_begin_are_named_with_the_way_out(tmp_path: Path) -> None:
-    state = state_of(prepared(tmp_path), lifecycle_failure="batch 3 failed at genrm: no", leases={"genrm": "BLOCKED"})
+    state = state_of(
+        prepared(tmp_path / "runs", tmp_path),
+        lifecycle_failure="batch 3 failed at genrm: no",
+        leases={"genrm": "BLOCKED"},
+    )
     found = doctor.of_run(state)
     rows = {entry.what: entry for entry in found}
     assert rows["batches"].seen == "none begins: batch 3 failed at genrm: no"
