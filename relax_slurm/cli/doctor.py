@@ -1,12 +1,14 @@
-"""`relax-slurm doctor [RUN|CONFIG] [--site]`: what is wrong, which evidence is missing, what to do next.
+"""`relax-slurm doctor [RUN|CONFIG] [--site] [--recover]`: what is wrong, which evidence is missing, what to do next.
 
 With a run file (or `--site` alone) it looks at the site: Slurm's configuration, partitions, nodes, and whether this
-plan can ever start there. With a run it says what is known of it. Nothing is changed.
+plan can ever start there. With a run it says what is known of it. Nothing is changed, unless `--recover` asks the
+coordinator to let a run go on after a failed batch, which it does on evidence of release only.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -14,9 +16,9 @@ from typing import Any
 
 from relax_slurm.cli.common import state_of
 from relax_slurm.config.load import load
-from relax_slurm.control.run_dir import find, runs_root
+from relax_slurm.control.run_dir import RunDir, find, runs_root
 from relax_slurm.core.placement import plan as make_plan
-from relax_slurm.errors import SubmissionRefused
+from relax_slurm.errors import ConfigError, SubmissionRefused
 from relax_slurm.slurm.command import SECONDS
 from relax_slurm.slurm.site_check import Finding, Level, check_site
 from relax_slurm.slurm.site_facts import gather
@@ -31,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     parser.add_argument("subject", nargs="?", metavar="RUN|CONFIG", help="a run, or a run file (default: the site)")
     parser.add_argument("--site", action="store_true", help="look at the site as well when a run is named")
+    parser.add_argument(
+        "--recover", action="store_true", help="after a failed batch: let the run go on where it is safe"
+    )
     parser.add_argument("--runs-root", default=None, help="folder of all runs (default: ~/.relax_slurm/runs)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of a run file"
@@ -38,8 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit 0 when nothing is bad; 4 when a launch would not work here; the run's own exit code when it failed."""
+    """Exit 0 when nothing is bad; 4 when a launch would not work here; the run's own exit code when it failed; 9 when
+    `--recover` finds no evidence."""
     subject = args.subject
+    if args.recover and (subject is None or _is_file(subject)):
+        raise ConfigError(f"--recover needs a run, got {subject or 'nothing'!r}; `relax-slurm status` names the newest")
     code, document = 0, {}
     findings: list[Finding] = []
     if subject is None or _is_file(subject):
@@ -48,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
         code = SubmissionRefused.exit_code if any(entry.level is Level.BAD for entry in found) else 0
     else:
         run_dir = find(runs_root(args.runs_root, os.environ), subject)
+        if args.recover:
+            asyncio.run(_recover(run_dir))
         state = state_of(run_dir)
         findings += of_run(state)
         document = {"run": state["run"], "state": state["state"]}
@@ -60,6 +70,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(text(findings))
     return code
+
+
+async def _recover(run_dir: RunDir) -> None:
+    from relax_slurm.client.lifecycle import LifecycleClient
+
+    async with await LifecycleClient.of(run_dir.newest().path) as lifecycle:
+        await lifecycle.recover()
 
 
 def text(findings: list[Finding]) -> str:
@@ -97,9 +114,14 @@ def of_run(state: dict[str, Any]) -> list[Finding]:
     found = [Finding(_level_of(state["state"]), "run", _sentence(state), _next(state))]
     if state.get("error"):
         found.append(Finding(Level.BAD, "error", str(state["error"]["message"])))
+    recovery = f"`relax-slurm doctor {name} --recover` lets the run go on where it is safe"
+    if state.get("lifecycle_failure") and state["state"] not in {"FAILED", *OVER}:
+        found.append(Finding(Level.BAD, "batches", f"none begins: {state['lifecycle_failure']}", recovery))
     for role, lease in state.get("leases", {}).items():
         if lease == "BLOCKED":
-            advice = f"its GPUs stay fenced until there is proof of release; `relax-slurm stop {name}` ends the run"
+            advice = (
+                f"its GPUs stay fenced until there is proof of release; {recovery}, `relax-slurm stop {name}` ends it"
+            )
             found.append(Finding(Level.BAD, f"lease of {role}", lease, advice))
     for node in state.get("nodes", []):
         if node["state"] != "UP" and state["state"] not in OVER:

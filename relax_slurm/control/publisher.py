@@ -11,7 +11,7 @@ from relax_slurm.core.discovery import to_json
 from relax_slurm.core.plan import Role, RolePlan
 from relax_slurm.core.registry import Registry
 from relax_slurm.core.snapshot import EngineEntry, ModelEntry, Policy, ReplicaState, RoutingSpec
-from relax_slurm.core.update import Update
+from relax_slurm.core.update import Update, joined
 from relax_slurm.wire.server import ControlServer
 
 BEAT_TOPIC = "beat"
@@ -53,9 +53,14 @@ class Publisher:
         return to_json(snapshot)
 
     async def run(self) -> None:
-        """Send what is queued, until cancelled."""
+        """Send what is queued, until cancelled. What has gathered meanwhile goes in one message where it can."""
+        following: Update | None = None
         while True:
-            update = await self._outbox.get()
+            update, following = following or await self._outbox.get(), None
+            while following is None and not self._outbox.empty():
+                following = self._outbox.get_nowait()
+                if (both := joined(update, following)) is not None:
+                    update, following = both, None
             await self._server.publish(f"snap.{update.role}", {"kind": "update", **update.to_json()})
 
     async def heartbeat(self, state: str) -> None:

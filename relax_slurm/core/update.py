@@ -161,6 +161,19 @@ def diff(old: RoleSnapshot | None, new: RoleSnapshot) -> Update:
     )
 
 
+def joined(first: Update, second: Update) -> Update | None:
+    """Both as one, where `second` follows `first` and neither changes more than engines and what models say of
+    themselves; None otherwise. What many replicas do at once then travels as one message."""
+    if (second.role, second.epoch, second.base_revision) != (first.role, first.epoch, first.revision):
+        return None
+    if any(update.routing or update.removed_models or update.removed_engines for update in (first, second)):
+        return None
+    engines = dict(first.engines)
+    for name, changed in second.engines.items():
+        engines[name] = tuple({engine.engine_id: engine for engine in (*engines.get(name, ()), *changed)}.values())
+    return replace(first, revision=second.revision, models={**first.models, **second.models}, engines=engines)
+
+
 def apply(snapshot: RoleSnapshot | None, update: Update) -> RoleSnapshot:
     """The snapshot after `update`; unchanged parts are shared. Raises `DiscoveryInvalid` and changes nothing.
 

@@ -84,6 +84,7 @@ class DeferredBatch:
         self._rollout_awake = False
         self._published = False
         self._unconfirmed = False
+        self._confirmed = False
         self._notes: list[str] = []
 
     @property
@@ -235,6 +236,7 @@ class DeferredBatch:
         if self._rollout_awake:
             self._rollout_awake = False
             await self._quietly(self._offload_and_acknowledge(), "rollout is not released")
+            self._confirmed = not self._unconfirmed
         if self._published and where != "commit":
             await self._quietly(self._publisher.clear(self.partition), f"{self.partition} is not cleared", gpu=False)
         failure = self._failure(error, where)
@@ -255,7 +257,9 @@ class DeferredBatch:
         message = "; ".join([f"batch {self.number} failed at {where}: {reason}", *self._notes])
         detail = {"batch": self.number, "at": where, "cause": getattr(error, "code", type(error).__name__)}
         kind: type[BatchNotMade] = type(error) if isinstance(error, BatchNotMade) else BatchNotMade
-        if self._unconfirmed or getattr(error, "exit_code", 0) == NotReleased.exit_code:
+        # A role that did not come is no doubt any more once its release is confirmed.
+        doubtful = getattr(error, "exit_code", 0) == NotReleased.exit_code and not self._confirmed
+        if self._unconfirmed or doubtful:
             kind = NotReleased
         elif where == "publish":
             kind = PublishFailed

@@ -85,3 +85,22 @@ def test_a_run_that_failed_says_what_is_proven_and_what_to_do(tmp_path: Path) ->
 
 def test_nothing_wrong() -> None:
     assert doctor.text([Finding(Level.OK, "a", "b")]) == "ok    a: b\nnothing wrong was found"
+
+
+def test_batches_that_cannot_begin_are_named_with_the_way_out(tmp_path: Path) -> None:
+    state = state_of(
+        prepared(tmp_path / "runs", tmp_path),
+        lifecycle_failure="batch 3 failed at genrm: no",
+        leases={"genrm": "BLOCKED"},
+    )
+    found = doctor.of_run(state)
+    rows = {entry.what: entry for entry in found}
+    assert rows["batches"].seen == "none begins: batch 3 failed at genrm: no"
+    assert "--recover`" in (rows["batches"].advice or "")
+    assert "--recover`" in (rows["lease of genrm"].advice or "")
+
+
+@pytest.mark.parametrize("words", [(), ("configs/defer.yaml",)])
+def test_recover_is_for_runs(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="--recover needs a run"):
+        doctor.run(arguments("--recover", *words))

@@ -21,6 +21,7 @@ from relax_slurm.core.discovery import (
 )
 from relax_slurm.core.plan import Role, RouteMode, WeightSource
 from relax_slurm.core.registry import Action, Registry, SubscriberState, Update, apply, diff, update_from_json
+from relax_slurm.core.update import joined
 
 READY, SLEEPING, STARTING = ReplicaState.READY, ReplicaState.SLEEPING, ReplicaState.STARTING
 NAMES = ("m0", "m1", "m2")
@@ -78,6 +79,37 @@ def test_apply_is_the_inverse_of_diff(steps: list[tuple[RoutingSpec, list[ModelE
         held = apply(held, update)
         assert held == snapshot
         assert apply(snapshots[0], replace(diff(snapshots[0], snapshot), base_revision=1)) == snapshot
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([READY, SLEEPING, STARTING])), max_size=12))
+def test_joined_updates_say_the_same(steps: list[tuple[int, ReplicaState]]) -> None:
+    registry = Registry("000001-aaaaaa")
+    first = registry.publish(Role.ROLLOUT, RoutingSpec("m0"), [model("m0", *(engine("m0", i) for i in range(4)))])
+    held = apply(None, first) if first is not None else None
+    updates = [registry.publish_engine(Role.ROLLOUT, "m0", engine("m0", index, state)) for index, state in steps]
+    told = [update for update in updates if update is not None]
+    one = told[0] if told else None
+    for update in told[1:]:
+        assert one is not None
+        one = joined(one, update)
+    if one is not None:
+        held = apply(held, over_the_wire(one))
+    assert held == registry.snapshot(Role.ROLLOUT)
+
+
+def test_updates_that_cannot_be_joined() -> None:
+    registry = Registry("e")
+    first = registry.publish(Role.ROLLOUT, RoutingSpec("m0"), [model("m0", engine("m0", 0), engine("m0", 1))])
+    second, third = (registry.publish_engine(Role.ROLLOUT, "m0", engine("m0", i, SLEEPING)) for i in (0, 1))
+    fourth = registry.publish(Role.ROLLOUT, RoutingSpec("m0"), [model("m0", engine("m0", 0))])
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert fourth is not None
+    assert joined(first, second) is None, "the first publication carries the routing"
+    assert joined(third, second) is None, "in the wrong order"
+    assert joined(third, fourth) is None, "an engine is removed"
+    assert joined(second, replace(third, epoch="f")) is None
 
 
 def test_publishing_the_same_changes_nothing() -> None:

@@ -229,6 +229,14 @@ def test_the_student_does_not_come_back(call: str) -> None:
     assert not lifecycle.awake
 
 
+def test_a_student_that_failed_in_doubt_is_no_doubt_once_its_release_is_confirmed() -> None:
+    lifecycle = FakeLifecycle()
+    lifecycle.broken["onload"] = RecoveryRequired("an engine ended")
+    error = failed(lifecycle, make(lifecycle), BatchNotMade, "at student_on: an engine ended$")
+    assert error.exit_code == 7
+    assert not lifecycle.awake
+
+
 def test_the_student_has_other_weights() -> None:
     lifecycle = FakeLifecycle()
     failed(
