@@ -126,9 +126,15 @@ async def main() -> int:
     parser.add_argument("--push", metavar="MODEL", default=None, help="give this policy model every checkpoint")
     parser.add_argument("--payload", type=json.loads, default={}, help="more fields of SGLang's call, as JSON")
     arguments = parser.parse_args()
+    if arguments.push is not None and arguments.checkpoints is None:
+        parser.error("--push needs --checkpoints: engines load what a step has written there")
     from relax_slurm.client.lifecycle import LifecycleClient
 
-    lifecycle = await LifecycleClient.of(arguments.run_dir)
+    try:
+        lifecycle = await LifecycleClient.of(arguments.run_dir)
+    except RelaxError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.exit_code
     push: Push | None = None
     if arguments.push is not None:
         from relax_slurm.client.weights import WeightsClient

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # make test: every check, one lane after the other, each with its time, and a summary at the end.
 #
-#   LANES="lint unit"   picks some of: lint unit contract integration real
+#   LANES="lint unit"   picks some of: lint unit chaos contract integration real
 #   REQUIRE=slurm       what would be skipped for want of Slurm is a failure (a list with commas)
 #   REQUIRE=engine      SGLang itself takes part: it is installed, the contract is asked of it too, the lane `real` runs,
 #                       and no test may be skipped (unless for want of Slurm, which is a word of its own)
@@ -12,12 +12,12 @@
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null
 
-all_lanes='lint unit contract integration real'
+all_lanes='lint unit chaos contract integration real'
 require=" $(tr ',' ' ' <<<"${REQUIRE:-}") "
 with_engine=0
 [[ $require == *' engine '* || " ${LANES:-} " == *' real '* ]] && with_engine=1
 lanes=${LANES:-$all_lanes}
-[[ -n ${LANES:-} || $with_engine == 1 ]] || lanes='lint unit contract integration'
+[[ -n ${LANES:-} || $with_engine == 1 ]] || lanes='lint unit chaos contract integration'
 results=build/test
 declare -a summary=()
 failed=0
@@ -112,6 +112,7 @@ run_lane() {
   case $lane in
   lint) lint 2>&1 | tee "$results/lint.log" || code=$? ;;
   unit) run_pytest unit -n 2 -q tests/unit || code=$? ;;
+  chaos) run_pytest chaos -n 2 -q tests/chaos || code=$? ;;
   contract) run_pytest contract -q tests/contract || code=$? ;;
   integration) run_pytest integration -n 2 --dist loadfile -q tests/harness tests/integration || code=$? ;;
   real) run_pytest real -p tests.harness.engine_meter -p no:randomly --durations=8 -q tests/real || code=$? ;;
@@ -122,6 +123,9 @@ run_lane() {
     words=$(grep -E '(passed|failed|skipped|error|no tests ran).* in [0-9.:]+' "$results/$lane.log" | tail -n 1)
   fi
   words=${words//=/}
+  if [[ $lane == chaos ]]; then # how many schedules that were
+    words="$(grep '^chaos: ' "$results/chaos.log" | tail -n 1 | sed 's/^chaos: //');$words"
+  fi
   if [[ $code == 0 ]]; then
     note "$lane" ok $((SECONDS - start)) "${words# }"
   else

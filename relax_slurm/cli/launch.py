@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -275,4 +276,6 @@ def _answer(args: argparse.Namespace, state: dict[str, Any], run_dir: RunDir) ->
         print(f"gateway   {state['gateway_url']}")
         print(f"token     {run_dir.token_file}")
     print(f"files     {run_dir.path}")
-    print(f"stop      relax-slurm stop {state['run']}")
+    root = run_dir.path.parent.parent
+    where = "" if root == runs_root(None, os.environ) else f" --runs-root {shlex.quote(str(root))}"
+    print(f"stop      relax-slurm stop {state['run']}{where}")

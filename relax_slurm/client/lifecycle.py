@@ -51,6 +51,8 @@ class LifecycleClient:
     async def of(cls, run_dir: Path | str, **options: Any) -> LifecycleClient:
         """The client of a run by its folder (`launch --json` calls it run_dir). `StartupFailed` when it is not up."""
         path = Path(run_dir)
+        if (outcome := await asyncio.to_thread(_outcome, path)) is not None:
+            raise StartupFailed(f"the run in {path} is {outcome}; launch it again")
         try:
             endpoint = json.loads(await asyncio.to_thread((path / "endpoint.json").read_text))
         except (OSError, ValueError) as error:
@@ -178,6 +180,14 @@ class LifecycleClient:
             return await self._control.request(kind, timeout_seconds=timeout_seconds, **fields)
         except RemoteError as error:
             raise _BY_CODE.get(error.remote_code, type(error))(*_arguments(error)) from None
+
+
+def _outcome(path: Path) -> str | None:
+    """How the run in this folder ended; None while it has not."""
+    try:
+        return str(json.loads((path / "outcome.json").read_text())["state"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _arguments(error: RemoteError) -> tuple[str, ...]:

@@ -286,8 +286,9 @@ class Coordinator:
     def on_move(self, message: MoveRole) -> dict[str, Any]:
         """Offload or onload a role; answers at once, the state document tells how it ends."""
         role = next((role for role in self.plan.roles if role.role == message.role), None)
-        if role is None or self.run.state not in (RunState.READY, RunState.DEGRADED):
-            where = "the run has no such role" if role is None else f"the run is {self.run.state}"
+        if role is None or not role.pool or self.run.state not in (RunState.READY, RunState.DEGRADED):
+            none = "the run has no such role with engines of its own"
+            where = none if role is None or not role.pool else f"the run is {self.run.state}"
             raise OperationRefused(f"{message.role}: {message.method} is refused, {where}; wanted READY or DEGRADED")
         if self.leases.book.sharing[str(role.role)].deferred or not self.leases.holds(str(role.role)):
             raise OperationRefused(f"{message.role}: {message.method} is refused, its lease decides where it is")
@@ -421,8 +422,8 @@ class Coordinator:
         for manager in self.managers.values():
             manager.tick()
         self.weights.tick()
-        if any(manager.updating for manager in self.managers.values()):
-            return
+        if self.leases.book.moving or any(manager.updating for manager in self.managers.values()):
+            return  # on their way, not lost
         ours = self.routers.complete and all(manager.complete for manager in self.managers.values())
         complete = ours and self.externals.complete
         if complete and self.run.state is RunState.DEGRADED:

@@ -82,7 +82,8 @@ async def _bring_up(coordinator: Coordinator) -> None:
         await _all(manager.start() for manager in managers)
         # The next phase uses the same cards: they must be proven free first.
         sharing = coordinator.leases.book.sharing
-        sleeping = [role for role in roles if sharing[str(role.role)].deferred]
+        # A role whose engines are all somebody else's has no GPUs, and so no lease.
+        sleeping = [role for role in roles if role.pool and sharing[str(role.role)].deferred]
         await _all(manager.offload() for role in sleeping for manager in _managers(coordinator, role))
     seconds = coordinator.config.engine.startup_seconds
     # Sleeping engines are registered when their lease wakes them.

@@ -59,7 +59,7 @@ def test_a_teacher_of_somebody_else(new: NewRun, tmp_path: Path, key_file: Path)
     with launch(spec) as engine:
         document = run.up()
         assert document["state"] == "READY"
-        assert set(document["leases"]) == {"rollout", "genrm"}, "what has no GPU has no lease"
+        assert set(document["leases"]) == {"rollout", "genrm", "training"}, "what has no GPU has no lease"
         model = teacher_of(run)
         assert (model["state"], model["route_mode"], model["weight_source"]) == ("READY", "DIRECT", "STATIC")
         assert model["engines"] == [
