@@ -6,8 +6,8 @@ A run whose judge and teacher take turns on `nodes` x `gpus` one-GPU replicas. T
 the coordinator, one that plays all sidecars, and the client, which asks deactivate(genrm), activate(teacher) and the
 way back. Every engine takes `engine-ms` for each release and each resume, all at the same time. `handover_ms` is from
 the question to leave until the other role serves, less what the engines took. The players of the sidecars, which in a
-real run are on nodes of their own, share this machine's cores: `cpu_ms` says whose time it was, `_loop` without ZeroMQ's own threads. Prints one JSON
-document.
+real run are on nodes of their own, share this machine's cores: `cpu_ms` says whose time it was, `_loop` without
+ZeroMQ's own threads. Prints one JSON document.
 """
 
 from __future__ import annotations
