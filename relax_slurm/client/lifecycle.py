@@ -12,7 +12,10 @@ nothing twice. An error is the coordinator's own, by class.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -32,6 +35,8 @@ ANSWER_SECONDS = 240.0
 """How long to ask for one answer: the coordinator itself gives up an operation after 180 s."""
 POLL_SECONDS = 20.0
 """How long one question of `wait_committed` stays open."""
+
+_MEMBERS = itertools.count(1)
 
 _BY_CODE: dict[str, type[RelaxError]] = {
     found.code: found
@@ -133,37 +138,41 @@ class LifecycleClient:
         """Training's lease for a committed batch. Roles that stand on its GPUs leave before and come back after,
         also when the block raises.
 
-        There is one such lease, whoever asks: of several processes that train together one takes it for all.
+        Several processes that train together each enter it: the lease ends when the last of them has left. One that
+        was killed inside stays in it, which `get_state` shows under `trainers`; `deactivate("training", batch)` is the
+        word that all have left.
         """
         state = await self.get_state()
         rivals = state["sharing"].get(TRAINING)
         if rivals is None:  # training's GPUs are not the run's
             yield
             return
+        member = f"{socket.gethostname()}:{os.getpid()}:{next(_MEMBERS)}"
         standing = [role for role in rivals if state["leases"][role] == LeaseState.ACTIVE]
         gone: list[str] = []
         try:
             for role in standing:
                 gone.append(role)
                 await self.deactivate(role, batch)
-            await self._taken(batch)
+            await self._taken(batch, member)
             try:
                 yield
             finally:
-                await self.deactivate(TRAINING, batch)
+                await self._ask(Method.DEACTIVATE, batch, holder=TRAINING, member=member)
         except BaseException:
             for role in gone:  # who stood there stands there again, unless its GPUs are in doubt
                 with suppress(RelaxError):
                     await self.activate(role, batch)
             raise
-        for role in standing:
-            await self.activate(role, batch)
+        if (await self.get_state())["leases"][TRAINING] == LeaseState.SLEEPING:
+            for role in standing:
+                await self.activate(role, batch)
 
-    async def _taken(self, batch: int) -> None:
+    async def _taken(self, batch: int, member: str) -> None:
         try:
-            await self.activate(TRAINING, batch)
+            await self._ask(Method.ACTIVATE, batch, holder=TRAINING, member=member)
         except asyncio.CancelledError:  # it may have been given all the same
-            await self.deactivate(TRAINING, batch)
+            await self._ask(Method.DEACTIVATE, batch, holder=TRAINING, member=member)
             raise
 
     async def get_state(self) -> dict[str, Any]:

@@ -305,7 +305,7 @@ class Coordinator:
         moved = [holder.name for holder in self.leases.book.sharing.holders if self.moves.running(holder.name)]
         if moved and message.kind != "fail_batch":
             raise OperationRefused(f"{message.kind} is refused, a move of {', '.join(moved)} is under way; wait for it")
-        ask = Ask(message.id, Method(message.kind), message.batch, message.holder, message.error)
+        ask = Ask(message.id, Method(message.kind), message.batch, message.holder, message.error, message.member)
         return self.leases.ask(ask)
 
     def on_stop(self, message: Stop) -> None:

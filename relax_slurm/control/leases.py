@@ -101,6 +101,7 @@ class LifecycleCoordinator:
             "leases": {name: str(lease.state) for name, lease in self.book.leases.items()},
             "batch": batch,
             "lifecycle_failure": self.book.failure,
+            "trainers": list(self.book.trainers),
             "sharing": {each.name: list(self.book.sharing.rivals(each.name)) for each in self.book.sharing.holders},
         }
 

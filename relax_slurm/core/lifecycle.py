@@ -36,6 +36,9 @@ OPERATION_SECONDS = 180.0
 MAX_COMMITTED = 1_024
 """Committed batches that are remembered."""
 
+MAX_TRAINERS = 4_096
+"""Processes that may be inside training's lease at a time."""
+
 ROLLOUT = str(Role.ROLLOUT)
 Unproven = Mapping[str, Sequence[str]]
 """Holder to its replicas whose release is not proven now."""
@@ -72,6 +75,8 @@ class Lifecycle:
         self.sharing = sharing
         self.leases = {holder.name: Lease(holder.name, _first(holder)) for holder in sharing.holders}
         self.current: Batch | None = None
+        self.trainers: dict[str, None] = {}
+        """Processes that are inside training's lease, in the order in which they came."""
         self.failure = ""
         """Why no batch may begin; empty while all is well."""
         self._seconds = operation_seconds
@@ -213,7 +218,7 @@ class Lifecycle:
             lease = self.leases[holder.name]
             if lease.state is LeaseState.SLEEPING or (lease.state is LeaseState.ACTIVE and not holder.deferred):
                 if holder.name == TRAINING and lease.state is LeaseState.ACTIVE:
-                    missing.append("training has its lease; it ends with deactivate")
+                    missing.append(f"training has its lease ({self._inside()}); it ends with deactivate")
                 continue
             if holder.name in moving:
                 missing.append(f"{holder.name} is being moved")
@@ -299,11 +304,12 @@ class Lifecycle:
                 raise OutOfOrder(f"{ask} is refused: rollout gets its GPUs with begin_batch or begin_student_scoring")
         if (same := self._same_work(ask)) is not None:
             return same
-        if lease.state is LeaseState.ACTIVE:
-            return None
-        self._want_free(holder.name, f"{ask} is refused", unproven)
+        if lease.state is not LeaseState.ACTIVE:
+            self._want_free(holder.name, f"{ask} is refused", unproven)
         if holder.name == TRAINING:
-            lease.apply(LeaseEvent.GRANT)
+            self._train(lease, ask.member or "")
+            return None
+        if lease.state is LeaseState.ACTIVE:
             return None
         lease.apply(LeaseEvent.ACTIVATE)
         return Move.ONLOAD
@@ -312,8 +318,7 @@ class Lifecycle:
         lease = self._lease(ask.holder)
         holder = self.sharing[lease.holder]
         if holder.name == TRAINING:
-            if lease.state is LeaseState.ACTIVE:
-                lease.apply(LeaseEvent.RELEASE)
+            self._leave(lease, ask.member)
             return None
         pending = self.current is not None and self.current.state is BatchState.PENDING
         if holder.deferred:
@@ -330,6 +335,26 @@ class Lifecycle:
             raise NotSleeping(f"{ask} is refused: its lease is {lease.state} ({lease.reason})")
         lease.apply(LeaseEvent.DEACTIVATE)
         return Move.OFFLOAD
+
+    def _train(self, lease: Lease, member: str) -> None:
+        """One more process is inside training's lease."""
+        if member not in self.trainers and len(self.trainers) >= MAX_TRAINERS:
+            raise OutOfOrder(f"{len(self.trainers)} processes train already, which is as many as are kept")
+        if lease.state is not LeaseState.ACTIVE:
+            lease.apply(LeaseEvent.GRANT)
+        self.trainers[member] = None
+
+    def _inside(self) -> str:
+        return ", ".join(name or "one process" for name in list(self.trainers)[:8])
+
+    def _leave(self, lease: Lease, member: str | None) -> None:
+        """A process has left, or all have; the lease ends with the last."""
+        if member is None:
+            self.trainers.clear()
+        else:
+            self.trainers.pop(member, None)
+        if not self.trainers and lease.state is LeaseState.ACTIVE:
+            lease.apply(LeaseEvent.RELEASE)
 
     # --- small things ------------------------------------------------------------------------------------------
 

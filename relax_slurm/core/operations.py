@@ -53,11 +53,13 @@ class Ask:
     batch: int | None = None
     holder: str | None = None
     error: str = ""
+    member: str | None = None
+    """Which process of a training job asks; None for a job that is one process, or to speak for all of them."""
 
     @property
-    def fingerprint(self) -> tuple[int | None, Method, str | None]:
+    def fingerprint(self) -> tuple[int | None, Method, str | None, str | None]:
         """What the id stands for."""
-        return self.batch, self.method, self.holder
+        return self.batch, self.method, self.holder, self.member
 
     def __str__(self) -> str:
         holder = f" {self.holder}" if self.holder is not None else ""

@@ -32,6 +32,8 @@ class LifecycleAsk(Message):
     """A role or `training`, for activate and deactivate."""
     error: Annotated[str, Field(max_length=4096)] = ""
     """Why a batch fails."""
+    member: Name | None = None
+    """Which process of a training job comes or goes; null speaks for all of them."""
 
 
 class WaitCommitted(Message):

@@ -245,3 +245,26 @@ def test_a_move_by_hand_does_not_get_between_leases(tmp_path: Path) -> None:
             await walking
 
     run(scenario)
+
+
+def test_training_ends_with_the_last_who_trains(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with on_stage(tmp_path, defer_config()) as stage:
+            lifecycle, walking = await up(stage)
+            await generated(lifecycle, 0)
+            await lifecycle.commit_batch(0)
+            async with lifecycle.training(0):
+                async with lifecycle.training(0):
+                    assert len((await lifecycle.get_state())["trainers"]) == 2
+                with pytest.raises(NotSleeping, match="training is ACTIVE"):
+                    await lifecycle.begin_batch(1)
+                with pytest.raises(NotRecovered, match="training has its lease"):
+                    await lifecycle.recover()
+            assert (await leases(stage))["training"] == "SLEEPING"
+            await lifecycle.activate("training", 0)  # by somebody who is killed now
+            await lifecycle.deactivate("training", 0)
+            await lifecycle.begin_batch(1)
+            await stage.client.request("stop")
+            await walking
+
+    run(scenario)
