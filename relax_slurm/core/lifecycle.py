@@ -388,7 +388,7 @@ class Lifecycle:
     def _pending(self, number: int) -> Batch:
         batch = self._open(number)
         if batch.state is BatchState.FAILED:
-            raise BatchFailed(f"batch {number} failed: {batch.error}")
+            raise BatchFailed(_failed(number, batch.error))
         return batch
 
     def _open(self, number: int) -> Batch:
@@ -423,12 +423,17 @@ class Lifecycle:
 
     def _fail(self, batch: Batch, error: str) -> None:
         if batch.apply(BatchEvent.FAIL, error):
-            self.failure = self.failure or f"batch {batch.number} failed: {error}"
+            self.failure = self.failure or _failed(batch.number, error)
 
 
 def _first(holder: Holder) -> LeaseState:
     """After the start: who shares with other roles sleeps, who does not serves, and training has nothing."""
     return LeaseState.SLEEPING if holder.deferred or holder.name == TRAINING else LeaseState.ACTIVE
+
+
+def _failed(number: int, error: str) -> str:
+    """One sentence; who makes a batch says in its error already which one failed."""
+    return error if error.startswith(f"batch {number} failed") else f"batch {number} failed: {error}"
 
 
 def _number(ask: Ask) -> int:

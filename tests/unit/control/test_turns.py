@@ -11,12 +11,12 @@ import pytest
 from relax_slurm.client.lifecycle import LifecycleClient
 from relax_slurm.control import manager
 from relax_slurm.control.lifecycle import walk
-from relax_slurm.core.lifecycle_errors import BatchFailed, NotRecovered, NotSleeping
+from relax_slurm.core.lifecycle_errors import BatchFailed, NoSuchBatch, NotRecovered, NotSleeping
 from relax_slurm.core.plan import Role
 from relax_slurm.core.replica_events import Event, EventKind, Evidence, State
 from relax_slurm.core.run import RunState
 from relax_slurm.errors import DeadlineExceeded, RecoveryRequired, RelaxError
-from tests.unit.control.stage import Stage, bad, defer_config, on_stage, run, until
+from tests.unit.control.stage import Stage, bad, config_of, defer_config, on_stage, run, until
 
 
 async def up(stage: Stage) -> tuple[LifecycleClient, asyncio.Task[dict[str, Any]]]:
@@ -99,6 +99,54 @@ def test_a_judge_that_does_not_come_ends_every_wait_and_is_recovered_by_evidence
             await lifecycle.activate("genrm", 1)
             await lifecycle.deactivate("genrm", 1)
             await lifecycle.commit_batch(1)
+            await stage.client.request("stop")
+            await walking
+
+    run(scenario)
+
+
+def test_who_stands_on_trainings_gpus_comes_back_also_when_the_step_fails(tmp_path: Path) -> None:
+    model = {"model_path": "sim/m", "gpus": 2}
+    config = config_of(
+        placement="split",
+        training={"pool": "p", "gpus": 4},
+        roles={
+            "rollout": {"pool": "p", "models": {"policy": model}},
+            "genrm": {"pool": "p", "models": {"judge": model}},
+        },
+    )
+
+    async def scenario() -> None:
+        async with on_stage(tmp_path, config) as stage:
+            lifecycle, walking = await up(stage)
+            standing = {"rollout": "ACTIVE", "genrm": "ACTIVE", "training": "SLEEPING"}
+            turn = dict.fromkeys(("rollout", "genrm"), "SLEEPING") | {"training": "ACTIVE"}
+            await lifecycle.begin_batch(0)
+            await lifecycle.commit_batch(0)
+            async with lifecycle.training(0):
+                assert await leases(stage) == turn
+            assert await leases(stage) == standing
+
+            with pytest.raises(ZeroDivisionError):
+                async with lifecycle.training(0):
+                    raise ZeroDivisionError
+            assert await leases(stage) == standing
+
+            async def train() -> None:
+                async with lifecycle.training(0):
+                    await asyncio.Event().wait()
+
+            step = asyncio.create_task(train())
+            await until(lambda: stage.coordinator.leases.holds("training"))
+            step.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await step
+            assert await leases(stage) == standing
+
+            with pytest.raises(NoSuchBatch, match="batch 1 is not committed"):
+                async with lifecycle.training(1):
+                    pass
+            assert await leases(stage) == standing
             await stage.client.request("stop")
             await walking
 

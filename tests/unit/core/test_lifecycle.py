@@ -266,6 +266,14 @@ def test_a_failed_batch_can_still_be_left() -> None:
         stage.ask(M.BEGIN_BATCH, 2)
 
 
+def test_who_names_the_batch_is_not_repeated() -> None:
+    stage = Stage().generated()
+    stage.done(M.FAIL_BATCH, error="batch 1 failed at genrm: no answer")
+    assert stage.of.verdict(1).error == "batch 1 failed at genrm: no answer"
+    with pytest.raises(BatchFailed, match="refused: batch 1 failed at genrm: no answer; "):
+        stage.ask(M.ACTIVATE, 1, "genrm")
+
+
 def test_rollout_that_did_not_come_fails_the_batch_and_keeps_its_lease() -> None:
     stage = Stage()
     begun = stage.ask(M.BEGIN_BATCH)
