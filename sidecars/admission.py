@@ -370,7 +370,7 @@ class AdmissionGuard:
         assert response is not None
         try:
             answer = msgspec.json.decode(response.body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             exchange.fail(UpstreamFailed(f"{exchange.request.path}: the engine's answer is not JSON ({error})"))
             return
         if response.status == 200:

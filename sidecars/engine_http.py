@@ -57,7 +57,7 @@ class EngineHttp:
         """The JSON object of a 200 answer; `EngineFailed` when it is anything else."""
         try:
             value = json.loads(answer.body) if answer.status == 200 else None
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise self.unexpected(path, answer)

@@ -78,7 +78,7 @@ def _cached(name: str, env: Mapping[str, str]) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

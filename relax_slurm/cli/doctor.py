@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", nargs="?", metavar="RUN|CONFIG", help="a run, or a run file (default: the site)")
     parser.add_argument("--site", action="store_true", help="look at the site as well when a run is named")
     parser.add_argument(
-        "--recover", action="store_true", help="after a failed batch: let the run go on where it is safe"
+        "--recover",
+        action="store_true",
+        help="give up a failed or abandoned batch; the run goes on where it is safe",
     )
     parser.add_argument("--runs-root", default=None, help="folder of all runs (default: ~/.relax_slurm/runs)")
     parser.add_argument(
@@ -76,6 +78,7 @@ async def _recover(run_dir: RunDir) -> None:
     from relax_slurm.client.lifecycle import LifecycleClient
 
     async with await LifecycleClient.of(run_dir.newest().path) as lifecycle:
+        await lifecycle.give_up()
         await lifecycle.recover()
 
 

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -23,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from relax_slurm.core import lifecycle_errors
+from relax_slurm.core.batch import BatchState
 from relax_slurm.core.lease import TRAINING, LeaseState
 from relax_slurm.core.lifecycle_errors import BatchFailed
 from relax_slurm.core.operations import Method
+from relax_slurm.core.plan import Role
 from relax_slurm.errors import DeadlineExceeded, RelaxError, StartupFailed
 from relax_slurm.wire.client import ControlClient, RemoteError
 from relax_slurm.wire.keys import credentials
@@ -51,6 +54,7 @@ class LifecycleClient:
     def __init__(self, control: ControlClient, *, answer_seconds: float = ANSWER_SECONDS) -> None:
         self._control = control
         self._answer_seconds = answer_seconds
+        self._name = _name()
 
     @classmethod
     async def of(cls, run_dir: Path | str, **options: Any) -> LifecycleClient:
@@ -60,7 +64,7 @@ class LifecycleClient:
             raise StartupFailed(f"the run in {path} is {outcome}; launch it again")
         try:
             endpoint = json.loads(await asyncio.to_thread((path / "endpoint.json").read_text))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise StartupFailed(
                 f"{path} has no readable endpoint.json ({error}); is it the folder of a run that is up?"
             ) from None
@@ -80,8 +84,8 @@ class LifecycleClient:
     # --- batches --------------------------------------------------------------------------------------------
 
     async def begin_batch(self, batch: int) -> None:
-        """Open a batch; returns when rollout serves."""
-        await self._ask(Method.BEGIN_BATCH, batch)
+        """Open a batch; returns when rollout serves. `BatchPending` when another client makes one."""
+        await self._ask(Method.BEGIN_BATCH, batch, member=self._name)
 
     async def commit_batch(self, batch: int) -> None:
         """Let training have it. Only after it was published."""
@@ -106,6 +110,27 @@ class LifecycleClient:
     async def recover(self) -> None:
         """After a failure: let the run go on where the evidence suffices; `NotRecovered` says what is missing."""
         await self._ask(Method.RECOVER, None)
+
+    async def give_up(self) -> int | None:
+        """Fail the pending batch, whose producer is gone, and take its roles off their GPUs; answers its number.
+
+        For an operator: a producer that lives is told that its batch failed.
+        """
+        state = await self.get_state()
+        number, sharing = state["batch"]["id"], state["sharing"]
+        pending = state["batch"]["state"] == BatchState.PENDING
+        if pending:
+            await self.fail_batch(number, "given up: its producer is gone")
+        active = [name for name, lease in state["leases"].items() if lease == LeaseState.ACTIVE and name != TRAINING]
+        for role in active if number is not None else ():
+            if not set(sharing[role]) - {TRAINING}:
+                continue  # it stands on GPUs that no other role uses
+            if role == Role.ROLLOUT:
+                await self.offload_rollout(number)
+                await self.acknowledge_rollout_offloaded(number)
+            else:
+                await self.deactivate(role, number)
+        return number if pending else None
 
     # --- leases ---------------------------------------------------------------------------------------------
 
@@ -147,7 +172,7 @@ class LifecycleClient:
         if rivals is None:  # training's GPUs are not the run's
             yield
             return
-        member = f"{socket.gethostname()}:{os.getpid()}:{next(_MEMBERS)}"
+        member = _name()
         standing = [role for role in rivals if state["leases"][role] == LeaseState.ACTIVE]
         gone: list[str] = []
         try:
@@ -191,11 +216,16 @@ class LifecycleClient:
             raise _BY_CODE.get(error.remote_code, type(error))(*_arguments(error)) from None
 
 
+def _name() -> str:
+    """A name that nobody else has: of a producer, or of one who trains."""
+    return f"{socket.gethostname()[:64]}:{os.getpid()}:{next(_MEMBERS)}:{secrets.token_hex(4)}"
+
+
 def _outcome(path: Path) -> str | None:
     """How the run in this folder ended; None while it has not."""
     try:
         return str(json.loads((path / "outcome.json").read_text())["state"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -305,6 +305,10 @@ class Coordinator:
         moved = [holder.name for holder in self.leases.book.sharing.holders if self.moves.running(holder.name)]
         if moved and message.kind != "fail_batch":
             raise OperationRefused(f"{message.kind} is refused, a move of {', '.join(moved)} is under way; wait for it")
+        role = message.holder or "rollout"
+        busy = [name for (owner, name), manager in self.managers.items() if owner == role and manager.updating]
+        if busy and message.kind not in ("fail_batch", "commit_batch", "acknowledge_rollout_offloaded"):
+            raise OperationRefused(f"{message.kind} is refused, weights of {', '.join(busy)} are being updated; wait")
         ask = Ask(message.id, Method(message.kind), message.batch, message.holder, message.error, message.member)
         return self.leases.ask(ask)
 

@@ -172,7 +172,7 @@ def _version(answer: Response) -> str | None:
     """The version in a /model_info answer, None when it says none."""
     try:
         body = json.loads(answer.body) if answer.status == 200 else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     version = body.get("weight_version") if isinstance(body, dict) else None
-    return version if isinstance(version, str) and 0 < len(version) <= 255 else None
+    return version if isinstance(version, str) and 0 < len(version) <= 255 and version.isprintable() else None

@@ -117,6 +117,6 @@ class RouterApi:
 def _document(answer: Response) -> dict[str, Any]:
     try:
         value = json.loads(answer.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

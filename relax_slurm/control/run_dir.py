@@ -113,7 +113,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
             value = json.loads(path.read_text())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             if attempt == 2:
                 raise StartupFailed(f"cannot read {path}: {error}") from None
             time.sleep(0.05)

@@ -56,6 +56,8 @@ class Batch:
     state: BatchState = BatchState.PENDING
     error: str = ""
     """Why it failed."""
+    producer: str | None = None
+    """Who makes it; None when that was not said."""
     rollout_released: bool = False
     """Whether rollout has left its GPUs since it last had them."""
     student_scoring: bool = False

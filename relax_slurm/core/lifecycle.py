@@ -176,6 +176,8 @@ class Lifecycle:
         if number in self._committed:
             return None
         if self.current is not None and self.current.number == number and self.current.state is BatchState.PENDING:
+            if self.current.producer != ask.member:
+                raise BatchPending(f"batch {number} is being made by somebody else; wait for it")
             return self._repeated(ask)
         if self.failure:
             raise BatchFailed(f"batch {number} cannot begin: {self.failure}; `recover` comes first")
@@ -187,7 +189,7 @@ class Lifecycle:
         if lease is not None and lease.state is not LeaseState.ACTIVE:
             self._want_free(ROLLOUT, f"batch {number} cannot begin", unproven)
         self._operations.retire()
-        self.current = Batch(number)
+        self.current = Batch(number, producer=ask.member)
         if lease is None or lease.state is LeaseState.ACTIVE:
             return None
         lease.apply(LeaseEvent.GRANT)
@@ -229,8 +231,6 @@ class Lifecycle:
         if missing:
             raise NotRecovered(f"not every GPU is known to be free: {'; '.join(missing)}")
         self.failure = ""
-        if self.current is not None and self.current.state is BatchState.FAILED:
-            self.current = None
 
     # --- rollout, which moves by its own word -----------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from relax_slurm.core.plan import Role
 from relax_slurm.errors import RelaxError
 from relax_slurm.workload import stages
 from relax_slurm.workload.collector import MAX_SAMPLES
-from relax_slurm.workload.failures import BatchNotMade, NotReleased, PublishFailed, StagingRefused
+from relax_slurm.workload.failures import BatchNotMade, NotReleased, PartitionExists, PublishFailed, StagingRefused
 from relax_slurm.workload.lifecycle import Lifecycle, settled
 from relax_slurm.workload.publishers.base import Publisher, partition_name
 from relax_slurm.workload.samples import Group, Sample, samples_of, staged_copy
@@ -144,9 +144,14 @@ class DeferredBatch:
         with self._phase("convert"):
             batch = convert(self.number, groups, self._facts)
         self._take(Step.PUBLISH)
-        self._published = True  # from here on a part of it may be there
         with self._phase("publish"):
-            await self._publisher.publish(self.partition, batch)
+            try:
+                await self._publisher.publish(self.partition, batch)
+            except BaseException as error:
+                # A part of it may be there, unless all of it is somebody else's.
+                self._published = not isinstance(error, PartitionExists)
+                raise
+            self._published = True
         if self._finalizer is not None:
             with self._phase("finalize"):
                 outcome = self._finalizer(batch, groups)

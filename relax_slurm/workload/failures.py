@@ -59,6 +59,12 @@ class PublishFailed(BatchNotMade):
     code = "publish_failed"
 
 
+class PartitionExists(PublishFailed):
+    """There is a partition of this name already: somebody else's, which is left as it is."""
+
+    code = "partition_exists"
+
+
 class PartitionMissing(BatchNotMade):
     """A partition that is not there (any more)."""
 

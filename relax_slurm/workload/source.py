@@ -57,8 +57,8 @@ def read_prompts(path: Path) -> list[Prompt]:
                 if not line.strip():
                     continue
                 try:
-                    found.append(prompt_of(json.loads(line)))
-                except ValueError as error:
+                    found.append(prompt_of(_decoded(line)))
+                except (ValueError, RecursionError) as error:
                     bad.append(f"{path}:{number}: {_plain(error)}")
                 if len(found) > MAX_PROMPTS:
                     raise BadPrompts(f"{path}: more than {MAX_PROMPTS} prompts; split the file")
@@ -70,6 +70,18 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not found:
         raise BadPrompts(f"{path}: holds no prompts; wanted one JSON object per line")
     return found
+
+
+def _decoded(line: bytes) -> Any:
+    """JSON as everybody else reads it: no NaN and no infinities, and text that can be sent."""
+    value = json.loads(line, parse_constant=_no_number)
+    if rb"\u" in line:
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text: UnicodeEncodeError
+    return value
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"holds {name}, which is no number of JSON")
 
 
 def prompt_of(row: Any) -> Prompt:
@@ -111,7 +123,7 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(entry) is int and entry >= 0 for entry in value)
 
 
-def _plain(error: ValueError) -> str:
+def _plain(error: ValueError | RecursionError) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error.msg} at column {error.colno})"
     if isinstance(error, UnicodeDecodeError):

@@ -52,7 +52,7 @@ def manifest_of(root: Path, partition: str) -> Manifest:
     path = root / partition / MANIFEST
     try:
         manifest = Manifest.model_validate(json.loads(_bytes(path)))
-    except (ValidationError, ValueError) as error:
+    except (ValidationError, ValueError, RecursionError) as error:
         raise PartitionDamaged(f"{path}: not a manifest ({str(error).splitlines()[0]}); make the batch again") from None
     if manifest.version != MANIFEST_VERSION or manifest.partition != partition:
         raise PartitionDamaged(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from relax_slurm.workload.failures import PublishFailed
+from relax_slurm.workload.failures import PartitionExists, PublishFailed
 from relax_slurm.workload.publishers.formats import dump, format_of
 from relax_slurm.workload.training_batch import TrainingBatch
 
@@ -79,7 +80,7 @@ class SharedFilesystem:
         self._step("folder")
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if final.exists():
-            raise PublishFailed(f"{final}: is there already; a partition is written once, remove it if nobody needs it")
+            raise PartitionExists(f"{final}: is there already and stays; remove it if nobody needs it")
         self._sweep(partition)
         partial = self.root / f".{partition}.{token_hex(4)}.partial"
         partial.mkdir(mode=0o700)
@@ -91,6 +92,11 @@ class SharedFilesystem:
             _sync_folder(partial)
             self._step("rename")
             partial.rename(final)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another producer was faster
+                raise PartitionExists(f"{final}: was written by somebody else meanwhile") from None
+            raise
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

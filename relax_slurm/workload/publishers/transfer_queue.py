@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from relax_slurm.errors import ConfigError
-from relax_slurm.workload.failures import PartitionDamaged, PartitionMissing, PublishFailed
+from relax_slurm.workload.failures import PartitionDamaged, PartitionExists, PartitionMissing
 from relax_slurm.workload.training_batch import Kind, TrainingBatch
 
 FLAGS = "relax_complete"
@@ -55,7 +55,7 @@ class TransferQueuePublisher:
         """`publish`, blocking."""
         queue = self._queue()
         if partition in flags(queue):
-            raise PublishFailed(
+            raise PartitionExists(
                 f"TransferQueue partition {partition}: is complete already; clear it if nobody needs it"
             )
         keys = _keys(partition, batch.rows)

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from relax_slurm.control.external import ExternalEngines, external_keys
+from relax_slurm.control.external import _version as version_of
 from relax_slurm.core.plan import InferencePlacementPlan, Role
 from relax_slurm.core.snapshot import ReplicaState
 from relax_slurm.errors import StartupFailed
 from relax_slurm.forward import Exchange
+from relax_slurm.forward.call import Response
+from relax_slurm.forward.http import Headers
 from relax_slurm.forward.server import HttpServer
 from tests.unit.control.stage import config_of, plan_of, run, until
 
@@ -124,3 +127,19 @@ def test_without_external_engines_nothing_is_looked_at() -> None:
         await engines.stop()
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "version"),
+    [
+        (b'{"weight_version": "7"}', "7"),
+        (b"[" * 200_000, None),
+        (b'{"weight_version": "\\ud800x"}', None),
+        (b'{"weight_version": "a\\u0000b"}', None),
+        (b"1" * 10_000, None),
+        (b"NaN", None),
+        (b"\xff", None),
+    ],
+)
+def test_whatever_it_says_of_itself_ends_nothing(body: bytes, version: str | None) -> None:
+    assert version_of(Response(200, Headers(()), body)) == version

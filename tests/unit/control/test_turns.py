@@ -11,7 +11,7 @@ import pytest
 from relax_slurm.client.lifecycle import LifecycleClient
 from relax_slurm.control import manager
 from relax_slurm.control.lifecycle import walk
-from relax_slurm.core.lifecycle_errors import BatchFailed, NoSuchBatch, NotRecovered, NotSleeping
+from relax_slurm.core.lifecycle_errors import BatchFailed, BatchPending, NoSuchBatch, NotRecovered, NotSleeping
 from relax_slurm.core.plan import Role
 from relax_slurm.core.replica_events import Event, EventKind, Evidence, State
 from relax_slurm.core.run import RunState
@@ -173,7 +173,7 @@ def test_who_waits_for_a_batch_hears_of_the_end_of_the_run(tmp_path: Path) -> No
 def test_the_same_id_again_joins_what_is_under_way(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with on_stage(tmp_path, defer_config()) as stage:
-            lifecycle, walking = await up(stage)
+            _, walking = await up(stage)
             asked = [
                 asyncio.create_task(stage.client.request("begin_batch", operation_id=name, batch=0))
                 for name in ("x", "x", "y")
@@ -182,7 +182,7 @@ def test_the_same_id_again_joins_what_is_under_way(tmp_path: Path) -> None:
                 assert (await each)["leases"]["rollout"] == "ACTIVE"
             asked[0].cancel()  # its answer went to the one who asked again
             onloads = len(stage.actors.methods("onload"))
-            await lifecycle.begin_batch(0)
+            await stage.client.request("begin_batch", batch=0)
             assert len(stage.actors.methods("onload")) == onloads
             with pytest.raises(RelaxError, match="'x' was begin_batch of batch 0"):
                 await stage.client.request("commit_batch", operation_id="x", batch=0)
@@ -264,6 +264,28 @@ def test_training_ends_with_the_last_who_trains(tmp_path: Path) -> None:
             await lifecycle.activate("training", 0)  # by somebody who is killed now
             await lifecycle.deactivate("training", 0)
             await lifecycle.begin_batch(1)
+            await stage.client.request("stop")
+            await walking
+
+    run(scenario)
+
+
+def test_an_operator_gives_up_what_a_killed_producer_left(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with on_stage(tmp_path, defer_config()) as stage:
+            lifecycle, walking = await up(stage)
+            await generated(lifecycle, 0)
+            await lifecycle.activate("genrm", 0)
+            operator = LifecycleClient(stage.client)
+            with pytest.raises(BatchPending, match="by somebody else"):
+                await operator.begin_batch(0)
+            assert await operator.give_up() == 0
+            await operator.recover()
+            assert set((await leases(stage)).values()) == {"SLEEPING"}
+            assert (await operator.get_state())["batch"]["id"] == 0, "the next number is still known"
+            assert await operator.give_up() is None
+            await operator.begin_batch(1)
+            assert await lifecycle.give_up() == 1
             await stage.client.request("stop")
             await walking
 

@@ -392,3 +392,25 @@ def test_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         stage.done(M.COMMIT_BATCH, number)
     found = [stage.of.verdict(number).state for number in range(5)]
     assert found == [BatchState.PENDING] * 2 + [BatchState.COMMITTED] * 3
+
+
+def test_a_batch_has_one_producer() -> None:
+    stage = Stage("decoupled")
+    stage.of.ask(Ask("a", M.BEGIN_BATCH, 0, member="first"), 0.0)
+    stage.of.ask(Ask("b", M.BEGIN_BATCH, 0, member="first"), 0.0)
+    with pytest.raises(BatchPending, match="made by somebody else"):
+        stage.of.ask(Ask("c", M.BEGIN_BATCH, 0, member="second"), 0.0)
+    stage.done(M.COMMIT_BATCH, 0)
+    stage.of.ask(Ask("d", M.BEGIN_BATCH, 1, member="second"), 0.0)
+
+
+def test_a_recovered_run_remembers_the_number_of_its_last_batch() -> None:
+    stage = Stage()
+    stage.committed(4).done(M.BEGIN_BATCH, 5)
+    stage.done(M.FAIL_BATCH, 5)
+    stage.done(M.RECOVER, None)
+    assert stage.of.current is not None
+    assert stage.of.current.number == 5
+    with pytest.raises(BatchFailed):
+        stage.ask(M.ACTIVATE, 5, "genrm")
+    stage.committed(5)

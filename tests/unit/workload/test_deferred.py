@@ -17,6 +17,7 @@ from relax_slurm.workload.failures import (
     BatchNotMade,
     IllegalStage,
     NotReleased,
+    PartitionExists,
     PublishFailed,
     ScoreInvalid,
     StagingRefused,
@@ -163,6 +164,12 @@ def test_a_teacher_of_a_wrong_shape() -> None:
     )
     assert lifecycle.calls == [*TO_SCORING, *JUDGE, *TEACHER, *STUDENT, "fail"]
     assert all(one.reward is None and one.teacher_log_probs is None for one in samples_of(made))
+
+
+def test_a_partition_of_somebody_else_stays() -> None:
+    lifecycle, publisher = FakeLifecycle(), MemoryPublisher(PartitionExists("train_3: is there already"))
+    failed(lifecycle, make(lifecycle, publisher), PublishFailed, "at publish: .*there already")
+    assert publisher.cleared == []
 
 
 def test_publishing_fails() -> None:
