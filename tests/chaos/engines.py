@@ -141,7 +141,6 @@ class SimHosted:
         self._stopping = False
         self._started: asyncio.Event = asyncio.Event()
         self._starting = False
-        bench.rng.random()
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any], settings: Bench, tell: Any) -> SimHosted:

@@ -7,7 +7,6 @@ order of a set of objects.
 from __future__ import annotations
 
 import asyncio
-import heapq
 from asyncio.base_events import BaseEventLoop
 from collections.abc import Coroutine
 from typing import Any
@@ -76,7 +75,6 @@ def run(main: Coroutine[Any, Any, None], limit_seconds: float) -> None:
 def _let_go(loop: VirtualLoop) -> None:
     """Let cancelled tasks end; timers are dropped first, so that nothing new happens."""
     loop._scheduled.clear()
-    heapq.heapify(loop._scheduled)
     for _ in range(50):
         if not asyncio.all_tasks(loop):
             return

@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 from relax_slurm.control import dispatch
-from relax_slurm.control.coordinator import Coordinator
 from relax_slurm.control.dispatch import Dispatch
 from relax_slurm.control.role_mover import RoleMover
 from relax_slurm.core.batch import BatchEvent, BatchState
@@ -138,10 +137,6 @@ async def _hasty(self: Any, engine: Any, tags: frozenset[str], deadline_seconds:
     asyncio.get_running_loop().call_later(0.5, self._bench.cards.set_tags, engine, tags, why)
 
 
-def _built_without_a_lease() -> AbstractContextManager[Any]:
-    return patch.object(Coordinator, "_may_run", lambda self, role: True)
-
-
 PLANTED: Mapping[str, Plant] = {
     "a lease is given without a look at rivals": _no_look_at_rivals,
     "nobody asks for evidence": _no_evidence,
@@ -157,7 +152,6 @@ PLANTED: Mapping[str, Plant] = {
     "a commit without write-back": _nothing_is_written_back,
     "nobody hears that a batch failed": _nobody_hears_of_failures,
     "weights that are missing count as valid": _weights_are_always_valid,
-    "engines are built again without a lease": _built_without_a_lease,
     "a release is said before the memory is free": _released_is_said_at_once,
 }
 IN_THE_MACHINES = (

@@ -53,6 +53,7 @@ class Rules:
         """A promise is broken. The story ends here."""
         if self.broken is None:
             self.story.tell("BROKEN", what, *values)
+            self.story.over = True
             self.broken = Broken(what % values)
             self.breached.set()
 

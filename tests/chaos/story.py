@@ -15,11 +15,14 @@ class Story:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self.over = False
+        """Nothing more is written down: what follows a broken promise is of no interest."""
         self._steps: list[tuple[float, str, str, tuple[object, ...]]] = []
 
     def tell(self, who: str, words: str, *values: object) -> None:
         """One step; `words` is a %-format for the values, which must not change afterwards."""
-        self._steps.append((self._clock(), who, words, values))
+        if not self.over:
+            self._steps.append((self._clock(), who, words, values))
 
     def __len__(self) -> int:
         return len(self._steps)
