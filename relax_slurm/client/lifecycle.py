@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -173,25 +173,35 @@ class LifecycleClient:
             yield
             return
         member = _name()
-        standing = [role for role in rivals if state["leases"][role] == LeaseState.ACTIVE]
-        gone: list[str] = []
+        standing = [role for role in rivals if state["sharing"][role] == [TRAINING]]
         try:
             for role in standing:
-                gone.append(role)
-                await self.deactivate(role, batch)
+                if state["leases"][role] != LeaseState.SLEEPING:  # one that a sibling sends away is waited for
+                    await self.deactivate(role, batch)
             await self._taken(batch, member)
             try:
                 yield
             finally:
                 await self._ask(Method.DEACTIVATE, batch, holder=TRAINING, member=member)
         except BaseException:
-            for role in gone:  # who stood there stands there again, unless its GPUs are in doubt
-                with suppress(RelaxError):
-                    await self.activate(role, batch)
+            with suppress(RelaxError):  # unless their GPUs are in doubt
+                await self._stand_again(standing, batch)
             raise
-        if (await self.get_state())["leases"][TRAINING] == LeaseState.SLEEPING:
-            for role in standing:
+        await self._stand_again(standing, batch)
+
+    async def _stand_again(self, roles: Sequence[str], batch: int) -> None:
+        """Bring back those that only training keeps away, when nobody trains any more: the last one who leaves does."""
+        for role in roles:
+            state = await self.get_state()
+            if state["leases"][TRAINING] != LeaseState.SLEEPING:
+                return
+            if state["leases"][role] == LeaseState.ACTIVE:
+                continue
+            try:
                 await self.activate(role, batch)
+            except lifecycle_errors.NotSleeping:
+                if (await self.get_state())["leases"][TRAINING] == LeaseState.SLEEPING:
+                    raise
 
     async def _taken(self, batch: int, member: str) -> None:
         try:

@@ -117,3 +117,30 @@ def test_an_interrupted_tour_leaves_nothing(tmp_path: Path) -> None:
     finally:
         tour.kill()
         tour.wait()
+
+
+def test_a_timeline_of_leases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def lease(holder: str, before: str, after: str, at: float) -> dict[str, Any]:
+        return {"event": "lease", "holder": holder, "before": before, "after": after, "time": at}
+
+    lines = [
+        {"event": "batch", "holder": "batch", "before": "none", "after": "0 PENDING", "time": 10.0},
+        lease("rollout", "SLEEPING", "ACTIVE", 10.0),
+        {"event": "moved", "holder": "rollout", "move": "onload", "seconds": 0.25, "time": 10.25},
+        lease("rollout", "ACTIVE", "SLEEPING", 12.0),
+        lease("genrm", "SLEEPING", "ONLOADING", 12.5),
+        lease("genrm", "ONLOADING", "BLOCKED", 13.0),
+        {"event": "batch", "holder": "batch", "before": "0 PENDING", "after": "0 FAILED", "time": 13.0},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    timeline = runpy.run_path(str(ROOT / "tools" / "timeline.py"))
+    assert timeline["main"]([str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["at_once"] == 1
+    (batch,) = document["batches"]
+    assert (batch["batch"], batch["state"]) == (0, "FAILED")
+    rows = [(row["holder"], row["from"], row["to"], row["state"], row["onload"]) for row in batch["leases"]]
+    assert rows == [("rollout", 0.0, 2.0, "SLEEPING", 0.25), ("genrm", 2.5, None, "BLOCKED", 0.0)]
+    assert timeline["main"]([str(tmp_path)]) == 0
+    assert "still BLOCKED" in capsys.readouterr().out
+    assert timeline["main"]([str(tmp_path / "nothing")]) == 2

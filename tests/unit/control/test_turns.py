@@ -127,6 +127,21 @@ def test_who_stands_on_trainings_gpus_comes_back_also_when_the_step_fails(tmp_pa
                 assert await leases(stage) == turn
             assert await leases(stage) == standing
 
+            # Two processes at once: the last one who leaves brings the roles back, whoever sent them away.
+            may_leave = asyncio.Event()
+
+            async def last() -> None:
+                async with lifecycle.training(0):
+                    await may_leave.wait()
+
+            late = [asyncio.create_task(last()) for _ in range(2)]
+            async with lifecycle.training(0):
+                await until(lambda: len(stage.coordinator.leases.book.trainers) == 3)
+            assert await leases(stage) == turn
+            may_leave.set()
+            await asyncio.gather(*late)
+            assert await leases(stage) == standing
+
             with pytest.raises(ZeroDivisionError):
                 async with lifecycle.training(0):
                     raise ZeroDivisionError

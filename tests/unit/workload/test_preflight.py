@@ -22,7 +22,7 @@ from relax_slurm.workload.rewards.shipped import shipped
 from tests.unit.workload.stage import FixedReward
 
 ROOT = Path(__file__).resolve().parents[3]
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "cluster-example")
+CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.stem != "cluster-example")
 
 
 def model(gpus: int, **more: Any) -> dict[str, Any]:
