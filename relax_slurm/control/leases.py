@@ -162,6 +162,4 @@ class LifecycleCoordinator:
         self._turn = asyncio.Event()
 
     def _shown(self) -> dict[str, str]:
-        current = self.book.current
-        batch = "none" if current is None else f"{current.number} {current.state}"
-        return {"batch": batch} | {name: str(lease.state) for name, lease in self.book.leases.items()}
+        return {"batch": self.book.shown_batch} | {name: str(lease.state) for name, lease in self.book.leases.items()}

@@ -156,6 +156,14 @@ class Lifecycle:
         self.failure = self.failure or reason
 
     @property
+    def shown_batch(self) -> str:
+        """Number and state, as events name the batch; `none` before the first and after a recovery."""
+        batch = self.current
+        if batch is None or (batch.state is BatchState.FAILED and not self.failure):
+            return "none"
+        return f"{batch.number} {batch.state}"
+
+    @property
     def next_deadline(self) -> float | None:
         """When `tick` is due; None while nothing is under way."""
         return min((operation.deadline for operation in self._operations.running()), default=None)
