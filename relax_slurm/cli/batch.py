@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def lifecycle_of(run_dir: RunDir) -> Lifecycle:
     """The coordinator of the run, as a workload sees it."""
-    from relax_slurm.client.lifecycle import LifecycleClient  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    from relax_slurm.client.lifecycle import LifecycleClient
 
     client: Lifecycle = await LifecycleClient.of(run_dir.path)
     return client

@@ -10,14 +10,14 @@ it twice, so a client that was cut off may ask again.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
+from relax_slurm.client.blocking import Blocking
 from relax_slurm.control.run_dir import RunDir
 from relax_slurm.errors import DeadlineExceeded, EngineFailed, Unavailable
 from relax_slurm.wire.client import ControlClient
@@ -28,8 +28,6 @@ POLL_SECONDS = (0.02, 0.5)
 """First and longest pause between two questions how an operation stands."""
 GRACE_SECONDS = 60.0
 """What an operation may need beyond its own time limit: to end a pause and to be published."""
-
-T = TypeVar("T")
 
 
 class WeightUpdateFailed(EngineFailed):
@@ -204,31 +202,11 @@ class WeightsClient:
             pause = min(pause * 1.5, POLL_SECONDS[1])
 
 
-class SyncWeightsClient:
+class SyncWeightsClient(Blocking[WeightsClient]):
     """The same for code without an event loop: blocking calls from any thread."""
 
     def __init__(self, run_dir: str | Path, **options: Any) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="relax-weights", daemon=True)
-        self._thread.start()
-        self._closed = False
-
-        async def make() -> WeightsClient:
-            return WeightsClient.of_run(run_dir, **options)
-
-        try:
-            self._client = self._run(make())
-        except BaseException:
-            self._end()
-            raise
-
-    def __enter__(self) -> SyncWeightsClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        super().__init__(lambda: WeightsClient.of_run(run_dir, **options), _closed)
 
     def update_weights_from_disk(self, model: str, path: str, version: str, **options: Any) -> dict[str, Any]:
         """`WeightsClient.update_weights_from_disk`, blocking."""
@@ -266,29 +244,6 @@ class SyncWeightsClient:
         """`WeightsClient.wait`, blocking."""
         return self._run(self._client.wait(operation, timeout_seconds))
 
-    def close(self) -> None:
-        """Drop the connections and end the thread. Calls after it raise RuntimeError."""
-        if not self._closed:
-            self._run(_call(self._client.close))
-            self._end()
 
-    def _end(self) -> None:
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._closed:
-            work.close()
-            raise RuntimeError("this SyncWeightsClient is closed; make a new one")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # an interrupt of the caller ends the waiting; the operation goes on
-            raise
-
-
-async def _call(close: Callable[[], None]) -> None:
-    close()
+async def _closed(client: WeightsClient) -> None:
+    client.close()

@@ -8,7 +8,6 @@ import runpy
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,6 @@ from tests.harness.sites import LOCAL, NewRun, merged, small
 from tests.harness.turns import TRAINING, LedgerWatch
 from tests.harness.wait import until
 
-pytestmark = pytest.mark.skipif(
-    find_spec("relax_slurm.client.lifecycle") is None, reason="there is no lifecycle client to ask for leases (row B1)"
-)
 ROOT = Path(__file__).resolve().parents[2]
 TIMELINE = runpy.run_path(str(ROOT / "tools" / "timeline.py"))
 BATCH: dict[str, Any] = {
